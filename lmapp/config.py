@@ -1,0 +1,382 @@
+"""What a run is made of: dataclasses that the command line, YAML files and Python share.
+
+A field's docstring is its `--help` line, its annotation says what is allowed. `build` is the only way in from untyped
+data (YAML, a dict, command-line strings), so an option means the same and is refused with the same words everywhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from lmapp.errors import LmappError, UsageError
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The range a number may lie in: `low` ≤ x ≤ `high`; `open_low` excludes `low`, `open_high` excludes `high`."""
+
+    low: float = float("-inf")
+    high: float = float("inf")
+    open_low: bool = False
+    open_high: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.low if self.open_low else value >= self.low
+        below = value < self.high if self.open_high else value <= self.high
+        return above and below
+
+    def __str__(self) -> str:
+        parts = []
+        if self.low != float("-inf"):
+            parts.append(f"{'more than' if self.open_low else 'at least'} {self.low:g}")
+        if self.high != float("inf"):
+            parts.append(f"{'less than' if self.open_high else 'at most'} {self.high:g}")
+        return " and ".join(parts)
+
+
+BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+"""How true and false may be written."""
+
+Count = Annotated[int, Bounds(low=1)]
+Steps = Annotated[int, Bounds(low=0)]
+Positive = Annotated[float, Bounds(low=0, open_low=True)]
+NonNegative = Annotated[float, Bounds(low=0)]
+Fraction = Annotated[float, Bounds(low=0, high=1, open_high=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The text and how it is cut into batches."""
+
+    path: list[str] = field(default_factory=list)
+    """Text files or globs (.txt, .gz, .jsonl, …). Without one, the named corpus is used."""
+    corpus: str = "shakespeare"
+    """A named corpus: shakespeare or tiny_shakespeare (see data/README.md)."""
+    batch_size: Count = 32
+    """B, the rows of text read side by side."""
+    sequence_length: Count = 64
+    """T, the characters of each row in one step."""
+    val_fraction: Fraction | None = None
+    """Share of the text, from its end, for validation; 0 for none. By default a tenth, at most 1,000,000 characters."""
+    test_fraction: Fraction = 0.0
+    """Share of the text, from its very end, kept for a final test."""
+    encoding: str = "utf-8"
+    """How the files' bytes are to be read."""
+    separator: str | None = None
+    """Put between files and records. By default as many newlines as make one blank line."""
+    column: str = "text"
+    """The column of .jsonl files that holds the text."""
+    byte_fallback: Literal["auto", "true", "false"] = "auto"
+    """Add 256 byte symbols, so that any character has a probability. auto: if validation holds an unseen character."""
+    cache_dir: str = "data/cache"
+    """Where corpora and their encoded form are kept."""
+    shrink: bool = True
+    """Let batch_size and sequence_length shrink (and say so) for a text too short for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The network."""
+
+    cell: str = "gru"
+    """vanilla, lstm or gru."""
+    hidden_size: Count = 512
+    """H, the units of each layer."""
+    num_layers: Count = 1
+    """L, the layers stacked."""
+    embedding_size: Steps = 0
+    """Width of the character embedding; 0 means one-hot."""
+    activation: Literal["tanh", "relu", "sigmoid", "identity"] = "tanh"
+    """Of the vanilla cell."""
+    dropout: Fraction = 0.0
+    """Of each layer's output, one mask over time."""
+    init: Literal["orthogonal", "torch"] = "orthogonal"
+    """Initial weights: orthogonal recurrent matrices and forget bias 1, or torch.nn's uniform ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Optimisation and its limits. Training ends at whichever limit comes first."""
+
+    max_steps: Count | None = None
+    """Stop after so many steps."""
+    max_minutes: Positive | None = None
+    """Stop after so many minutes of training steps (turned into a number of steps once, after 50 of them)."""
+    max_epochs: Count | None = None
+    """Stop after so many passes over the text. Without any limit: 5 minutes."""
+    learning_rate: Positive = 4e-3
+    """Peak learning rate."""
+    optimizer: Literal["adamw", "adam", "rmsprop", "sgd"] = "adamw"
+    """The update rule."""
+    momentum: Fraction = 0.0
+    """Of sgd and rmsprop."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """Of the learning rate after its warm-up."""
+    warmup_steps: Steps = 100
+    """Steps over which the learning rate rises from 0 to its peak."""
+    weight_decay: NonNegative = 0.01
+    """Of matrices; biases are left alone."""
+    clip_norm: Positive | None = 1.0
+    """Largest global norm of the gradient; `none` for no clipping by norm."""
+    clip_value: Positive | None = None
+    """Largest absolute entry of the gradient, instead of clip_norm."""
+    carry_state: bool = True
+    """Start each window from the state the row's last window ended with."""
+    val_every_steps: Steps = 500
+    """Validate, write samples and save so often; 0 only at the end."""
+    checkpoint_minutes: Positive = 2.0
+    """Save at least so often."""
+    max_nonfinite: Count = 10
+    """Stop after so many non-finite gradients in a row."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of the matrix products. auto: bf16 where the hardware has it natively."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientsConfig:
+    """The measurement of long-range gradient decay."""
+
+    every_steps: Steps = 500
+    """Measure before the first step, every so many steps and at the end; 0 turns it off."""
+    max_lag: Annotated[int, Bounds(low=2)] | None = None
+    """K, the longest lag. By default twice the truncation length."""
+    windows: Count = 8
+    """Windows of validation text it is measured on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """Weights & Biases and the local history."""
+
+    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto: online when a key is configured, else offline."""
+    project: str = "lmapp"
+    """W&B project."""
+    group: str | None = None
+    """W&B group, for runs that are to be compared."""
+    tags: list[str] = field(default_factory=list)
+    """W&B tags."""
+    every_steps: Count = 20
+    """Write training figures so often."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A run."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    gradients: GradientsConfig = field(default_factory=GradientsConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    name: str | None = None
+    """Name of the run; by default made from corpus, cell and time."""
+    runs_dir: str = "runs"
+    """Where runs are kept."""
+    seed: Steps = 1
+    """Of the initial weights, dropout, probe windows and samples."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole configuration as nested dicts of primitives."""
+        return asdict(self)
+
+
+# Only these may change when a run goes on: they touch neither the data, nor the model, nor a step's arithmetic.
+RESUMABLE = frozenset(
+    {
+        "train.max_steps",
+        "train.max_minutes",
+        "train.max_epochs",
+        "train.val_every_steps",
+        "train.checkpoint_minutes",
+        "data.cache_dir",
+        "runs_dir",
+        *(f"logging.{f.name}" for f in fields(LoggingConfig)),
+    }
+)
+
+
+def option_name(keys: Sequence[str]) -> str:
+    """`("data", "batch_size")` as it is written on the command line: `--data.batch-size`."""
+    return "--" + ".".join(keys).replace("_", "-")
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """A configuration file as nested dicts, unchecked.
+
+    Raises:
+        UsageError: the file is missing, unreadable, not YAML, or not a mapping.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"There is no configuration file {path}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"The configuration file {path} cannot be read: {error}.") from None
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        place = f", line {where.line + 1}, column {where.column + 1}" if where else ""
+        raise UsageError(f"{path}{place}: not valid YAML ({getattr(error, 'problem', error)}).") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: a configuration is a mapping of sections, this is a {type(content).__name__}.")
+    return content
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with every option of `over` put in its place; sections are merged, options replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def build(options: Mapping[str, Any], *, source: str | None = None) -> Config:
+    """A checked Config from nested dicts; options left out keep their defaults.
+
+    Args:
+        options: `{section: {option: value}}`; values typed or as command-line strings.
+        source: where the options come from, for messages (a file's name).
+
+    Raises:
+        UsageError: an unknown option (with the nearest right name) or a value that is not allowed.
+    """
+    config = _build(Config, options, (), f"{source}: " if source else "")
+    train = config.train
+    if train.clip_value is not None and "clip_norm" not in options.get("train", {}):
+        config = replace(config, train=replace(train, clip_norm=None))
+    elif train.clip_value is not None and train.clip_norm is not None:
+        raise UsageError("--train.clip-value and --train.clip-norm exclude each other: set one of them to none.")
+    data = config.data
+    if (data.val_fraction or 0.0) + data.test_fraction >= 1:
+        raise UsageError(
+            "--data.val-fraction and --data.test-fraction leave nothing to train on: their sum must stay below 1."
+        )
+    if config.model.activation != "tanh" and config.model.cell != "vanilla":
+        raise UsageError(f"--model.activation is an option of the vanilla cell; --model.cell is {config.model.cell}.")
+    return config
+
+
+def option_names(kind: type | None = None) -> list[tuple[str, ...]]:
+    """The keys of every option, or of those of one type: `("data", "path"), …, ("name",)`."""
+    names: list[tuple[str, ...]] = []
+    for top, hint in get_type_hints(Config).items():
+        if is_dataclass(hint):
+            names += [(top, inner) for inner, type_ in get_type_hints(hint).items() if kind in (None, type_)]
+        elif kind in (None, hint):
+            names.append((top,))
+    return names
+
+
+def differences(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
+    """Options that differ, as (`section.option`, old value, new value)."""
+    found = []
+    for keys in option_names():
+        before, after = _get(old, keys), _get(new, keys)
+        if before != after:
+            found.append((".".join(keys), before, after))
+    return found
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` Did you mean X?` if a known name is close, else an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def _get(config: Config, keys: Sequence[str]) -> Any:
+    value: Any = config
+    for key in keys:
+        value = getattr(value, key)
+    return value
+
+
+def _build(cls: Any, options: Mapping[str, Any], keys: tuple[str, ...], source: str) -> Any:
+    hints = get_type_hints(cls, include_extras=True)
+    known = {f.name for f in fields(cls)}
+    values = {}
+    for key, value in options.items():
+        name = str(key).replace("-", "_")
+        path = (*keys, name)
+        if name not in known:
+            # The option may exist in another section: then that is the nearest name.
+            everywhere = [option_name(k) for k in option_names()]
+            elsewhere = [option_name(k) for k in option_names() if k[-1] == name]
+            close = f" Did you mean {elsewhere[0]}?" if elsewhere else nearest(option_name(path), everywhere)
+            raise UsageError(f"{source}There is no option {option_name(path)}.{close}")
+        if is_dataclass(hints[name]):
+            if not isinstance(value, Mapping):
+                raise UsageError(f"{source}{name} is a section: it takes options below it, not {value!r}.")
+            values[name] = _build(hints[name], value, path, source)
+        else:
+            values[name] = _convert(hints[name], value, path, source)
+    return cls(**values)
+
+
+def _convert(hint: Any, value: Any, keys: tuple[str, ...], source: str) -> Any:
+    """`value` as the annotation `hint` wants it, from its own type or from a command-line string."""
+    option = option_name(keys)
+
+    def refuse(allowed: str) -> UsageError:
+        return UsageError(f"{source}{option} is {allowed}, not {value!r}.")
+
+    bounds = Bounds()
+    if get_origin(hint) in (Union, types.UnionType):
+        inner = [h for h in get_args(hint) if h is not type(None)]
+        if value is None or (isinstance(value, str) and value.lower() in ("none", "null") and inner[0] is not str):
+            return None
+        hint = inner[0]
+    if get_origin(hint) is Annotated:
+        hint, bounds = get_args(hint)
+    if get_origin(hint) is Literal:
+        text = str(value).lower() if isinstance(value, bool) else value
+        if text not in get_args(hint):
+            raise UsageError(
+                f"{source}{option} is one of {', '.join(get_args(hint))}, not {value!r}."
+                + nearest(str(value), get_args(hint))
+            )
+        return text
+    if get_origin(hint) is list:
+        items = [value] if isinstance(value, str | Path) else value
+        if not isinstance(items, list | tuple) or not all(isinstance(i, str | Path) for i in items):
+            raise refuse("a text or a list of them")
+        return [str(i) for i in items]
+    if hint is bool:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in BOOLEANS:
+            return BOOLEANS[value.lower()]
+        raise refuse("true or false")
+    if hint in (int, float):
+        kind = "a whole number" if hint is int else "a number"
+        if str(bounds):
+            kind += f" {bounds}"
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise refuse(kind)
+        try:
+            number = hint(value) if isinstance(value, str) or hint is float else value
+        except (ValueError, OverflowError):
+            raise refuse(kind) from None
+        if hint is int and not isinstance(number, int):
+            if number % 1 != 0:
+                raise refuse(kind)
+            number = int(number)
+        if number not in bounds or number != number or number in (float("inf"), float("-inf")):
+            raise refuse(kind)
+        return number
+    if hint is str:
+        if not isinstance(value, str | Path):
+            raise refuse("a text")
+        return str(value)
+    raise LmappError(f"{option} has an annotation that cannot be read: {hint}")
