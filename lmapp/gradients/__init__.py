@@ -1,0 +1,1 @@
+"""What happens to gradients, as pure functions: `clipping` (norms, events) and `decay` (gradient against lag)."""
