@@ -32,7 +32,8 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     """
     import torch
 
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # One name for all processes, so that what a killed one left is overwritten.
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
             torch.save(dict(content), file)

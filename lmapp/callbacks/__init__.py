@@ -1,0 +1,1 @@
+"""When something is measured during training, and what it is called."""

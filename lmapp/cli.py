@@ -1,0 +1,318 @@
+"""The command line: parse, call, print. Nothing is computed here, and torch is imported inside commands only."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+from cyclopts import App, ArgumentCollection, CycloptsError, Parameter
+
+from lmapp import config as configuration
+from lmapp.config import Config
+from lmapp.errors import LmappError, UsageError
+
+app = App(
+    name="lmapp",
+    help="Train character-level recurrent language models on any text, and see what happens to their gradients.",
+    version=version("lmapp"),
+    default_parameter=Parameter(negative=(), consume_multiple=True),
+    help_epilogue="`lmapp COMMAND --help` lists a command's options. `--debug` shows the traceback of an error.",
+)
+
+_given: dict[str, Any] = {}
+"""The configuration's options on the command line, as they were written."""
+
+
+def _collect(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Take the configuration's options out of cyclopts' hands before it converts them.
+
+    So that a value means the same, and is refused with the same words, in a file, in Python and here: cyclopts would
+    round 1.5 to a whole number of steps.
+    """
+    _given.clear()
+    if commands != ("train",):
+        return
+    for argument in arguments:
+        keys = argument.name.removeprefix("--").replace("-", "_").split(".")
+        if not argument.tokens or tuple(keys) not in _OPTIONS:
+            continue
+        # A switch without a value has its meaning in the implicit value.
+        values = [token.value or token.implicit_value for token in argument.tokens]
+        section = _given.setdefault(keys[0], {}) if len(keys) == 2 else _given
+        section[keys[-1]] = values if keys[-1] in ("path", "tags") else values[-1]
+        argument.tokens.clear()
+
+
+def _join_switches(words: Sequence[str]) -> list[str]:
+    """`--data.shrink false` as `--data.shrink=false`: cyclopts' switches take no word of their own."""
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1].replace("_", "-") in _SWITCHES and word.lower() in configuration.BOOLEANS:
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+_OPTIONS = set(configuration.option_names())
+_SWITCHES = {configuration.option_name(keys) for keys in configuration.option_names(bool)}
+app.config = _collect
+
+
+def _whole_number(kind: Any, tokens: Sequence[Any]) -> int:
+    try:
+        return int(tokens[0].value)
+    except ValueError:
+        raise ValueError(f"a whole number is needed, not {tokens[0].value!r}.") from None
+
+
+Integer = Annotated[int, Parameter(converter=_whole_number)]
+Json = Annotated[bool, Parameter(help="Print one JSON document and nothing else.")]
+RunsDir = Annotated[str, Parameter(help="Where runs are looked up by name.")]
+DataPath = Annotated[list[str] | None, Parameter(name="--data.path", help="Files or globs of text to use.")]
+Corpus = Annotated[str | None, Parameter(name="--data.corpus", help="A named corpus to use.")]
+CacheDir = Annotated[str | None, Parameter(name="--data.cache-dir", help="Where encoded text is kept.")]
+
+
+@app.command
+def train(
+    *configs: str,
+    config: Annotated[Config, Parameter(name="*")] = Config(),  # noqa: B008
+    resume: str | None = None,
+) -> None:
+    """Train a model; later files and options win.
+
+    Args:
+        configs: Configuration files (YAML).
+        resume: A run to go on with exactly; only limits and logging may be changed.
+    """
+    given = dict(_given)
+    if resume is not None:
+        if configs:
+            raise UsageError("--resume takes the run's own configuration: leave out the configuration files.")
+        runs_dir = given.pop("runs_dir", Config().runs_dir)
+        from lmapp.run import train as start
+
+        start(resume=resume, runs_dir=runs_dir, changes=given)
+        return
+    misplaced = [path for path in given.get("data", {}).get("path", []) if path.endswith((".yaml", ".yml"))]
+    if misplaced:
+        raise UsageError(f"{misplaced[0]} is a configuration, not text: put it before the options.")
+    options: dict[str, Any] = {}
+    for path in configs:
+        content = configuration.read_yaml(path)
+        configuration.build(content, source=path)
+        options = configuration.merge(options, content)
+    checked = configuration.build(configuration.merge(options, given))
+    from lmapp.run import train as start
+
+    start(checked)
+
+
+@app.command
+def generate(
+    checkpoint: str,
+    *,
+    prompt: str = "",
+    length: Integer = 500,
+    temperature: float = 1.0,
+    top_k: Integer | None = None,
+    top_p: float | None = None,
+    stop: list[str] | None = None,
+    samples: Integer = 1,
+    seed: Integer | None = None,
+    runs_dir: RunsDir = "runs",
+    json_: Annotated[bool, Parameter(name="--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Write text, as it is drawn.
+
+    Args:
+        checkpoint: A file, a run's directory or a run's name.
+        prompt: The text to write on from.
+        length: New characters, at most.
+        temperature: 0 always takes the likeliest character, 1 draws from the model's own distribution.
+        top_k: Draw among the k likeliest characters only.
+        top_p: Draw among the likeliest characters that together have probability p only.
+        stop: Text that ends the writing (may be given more than once).
+        samples: Texts to write.
+        seed: The same seed gives the same text; by default another one every time.
+    """
+    from lmapp.inference import load
+    from lmapp.inference.generation import Sampling
+
+    if samples < 1:
+        raise UsageError(f"--samples is a whole number at least 1, not {samples}.")
+    sampling = Sampling(temperature, top_k, top_p)
+    model = load(checkpoint, runs_dir=runs_dir)
+    seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed
+    stops = stop or []
+    if json_:
+        texts = model.samples(samples, prompt, length, sampling=sampling, stop=stops, seed=seed)
+        _print_json({"checkpoint": str(model.path), "step": model.step, "seed": seed, "prompt": prompt, "texts": texts})
+    elif samples == 1:
+        sys.stdout.write(prompt)
+        for piece in model.stream(prompt, length, sampling=sampling, stop=stops, seed=seed):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+    else:
+        for number, text in enumerate(
+            model.samples(samples, prompt, length, sampling=sampling, stop=stops, seed=seed), 1
+        ):
+            sys.stdout.write(f"--- {number} ---\n{prompt}{text}\n")
+
+
+@app.command
+def evaluate(
+    checkpoint: str,
+    *,
+    path: DataPath = None,
+    corpus: Corpus = None,
+    cache_dir: CacheDir = None,
+    runs_dir: RunsDir = "runs",
+    json_: Annotated[bool, Parameter(name="--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Loss, perplexity and bits per character of a text, by default the run's own validation split.
+
+    Args:
+        checkpoint: A file, a run's directory or a run's name.
+    """
+    from lmapp.inference import load
+
+    result = load(checkpoint, runs_dir=runs_dir).evaluate(path or (), corpus=corpus, cache_dir=cache_dir)
+    if json_:
+        _print_json(result.as_dict())
+        return
+    if result.warning:
+        print(f"warning: {result.warning}", file=sys.stderr)
+    print(f"{result.text}: {result.carried.characters + 1:,} characters")
+    for name, score in (("state carried", result.carried), ("cold windows of 256", result.cold)):
+        print(
+            f"  {name:<20} loss {score.loss:.4f} nats, perplexity {score.perplexity:.3f}, "
+            f"{score.bits_per_char:.4f} bits per character, {score.bits_per_byte:.4f} bits per byte"
+        )
+
+
+@app.command
+def gradients(
+    *checkpoints: str,
+    path: DataPath = None,
+    max_lag: Integer | None = None,
+    windows: Integer = 8,
+    png: str = "gradients.png",
+    cache_dir: CacheDir = None,
+    runs_dir: RunsDir = "runs",
+    json_: Annotated[bool, Parameter(name="--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """How far back the gradient of one or several checkpoints reaches: figures and a picture.
+
+    Args:
+        checkpoints: Files, run directories or names of runs.
+        max_lag: The longest lag; by default twice each run's truncation length.
+        windows: Windows of text it is measured on.
+        png: The picture to write.
+    """
+    if not checkpoints:
+        raise UsageError("Name at least one checkpoint or run: lmapp gradients RUN.")
+    if max_lag is not None and max_lag < 2:
+        raise UsageError(f"--max-lag is a whole number at least 2, not {max_lag}.")
+    if windows < 1:
+        raise UsageError(f"--windows is a whole number at least 1, not {windows}.")
+    from lmapp import laboratory
+
+    measured = laboratory.measure_checkpoints(
+        checkpoints, paths=path or (), max_lag=max_lag, windows=windows, runs_dir=runs_dir, cache_dir=cache_dir
+    )
+    laboratory.draw(measured, Path(png))
+    if json_:
+        _print_json({"checkpoints": [m.as_dict() for m in measured], "png": png})
+        return
+    for m in measured:
+        curve = m.decay.curve()
+        print(f"{m.label} ({m.cell}, step {m.step:,}), measured on {m.text}")
+        if m.note:
+            print(f"  {m.note}")
+        shown = [k for k in (0, 1, 2, 5, 10, 20, 50, 100, 200, 500) if k <= curve.lags[-1]]
+        print("  lag   " + "".join(f"{k:>10}" for k in shown))
+        print("  R     " + "".join(f"{curve.R[k]:>10.2e}" for k in shown))
+        rate = f", {curve.rate:.4f} a step" if curve.rate is not None else ""
+        print(f"  half-life {curve.half_life} steps, down to 1 % after {curve.horizon} steps{rate}")
+        print(f"  {m.verdict}")
+    print(f"picture: {png}")
+
+
+@app.command
+def compare(
+    *runs: str,
+    runs_dir: RunsDir = "runs",
+    json_: Annotated[bool, Parameter(name="--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Runs side by side: what differs in their configurations and how they came out.
+
+    Args:
+        runs: Run directories or names of runs; all runs, if none is named.
+    """
+    from lmapp.experiments import compare as comparing
+    from lmapp.experiments import history
+
+    names = runs or tuple(sorted(p.name for p in Path(runs_dir).glob("*/") if (p / "config.yaml").is_file()))
+    if not names:
+        raise UsageError(f"{runs_dir}/ holds no run to compare.")
+    comparison = comparing.compare([history.find(name, runs_dir) for name in names])
+    if json_:
+        _print_json(comparison.as_dict())
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for table in comparison.tables(console.width):
+        console.print(table)
+
+
+def _print_json(document: Any) -> None:
+    print(json.dumps(document, ensure_ascii=False, indent=1))
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(message, file=sys.stderr)
+    raise SystemExit(code)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command that the arguments name; an error a user can cause is at most three lines on standard error."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = _join_switches([word for word in words if word != "--debug"])
+    try:
+        app(words, exit_on_error=False, print_error=False)
+        sys.stdout.flush()
+    except CycloptsError as error:
+        if debug:
+            raise
+        _fail(" ".join(str(error).split()), 2)
+    except LmappError as error:
+        if debug:
+            raise
+        _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        _fail("Interrupted.", 130)
+    except BrokenPipeError:
+        # The reader of the pipe has gone: nobody is left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
+    except MemoryError:
+        if debug:
+            raise
+        _fail("Out of memory. Try a smaller --model.hidden-size, --data.batch-size or --data.sequence-length.", 1)
+    except OSError as error:
+        if debug:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        _fail(f"{where}{error.strerror or error}.", 1)

@@ -1,0 +1,116 @@
+"""Gradients of finished models: the decay of one or several checkpoints, measured and drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmapp.errors import LmappError
+from lmapp.experiments.draw import NamedCurve, draw_decay
+from lmapp.gradients.decay import Decay, cut_recurrence_warning, measure, probe_shape, probe_windows, verdict
+from lmapp.inference import load
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The decay of one checkpoint.
+
+    Attributes:
+        label: its run's name.
+        cell: of the network.
+        text: what it was measured on.
+        note: what differs from what was asked for, in words.
+        truncation_length: τ of its training.
+    """
+
+    label: str
+    cell: str
+    step: int
+    text: str
+    note: str
+    truncation_length: int
+    decay: Decay
+
+    @property
+    def verdict(self) -> str:
+        """What the truncation costs, and the warning if the recurrence is cut."""
+        warning = cut_recurrence_warning(self.decay)
+        return (
+            f"{warning}\n{verdict(self.decay, self.truncation_length)}"
+            if warning
+            else verdict(self.decay, self.truncation_length)
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """As `lmapp gradients --json` prints it: figures by their logged names, and the curves."""
+        return {
+            "label": self.label,
+            "cell": self.cell,
+            "step": self.step,
+            "text": self.text,
+            "note": self.note,
+            "truncation_length": self.truncation_length,
+            "figures": self.decay.scalars(),
+            "curves": self.decay.records(self.step),
+            "verdict": self.verdict,
+        }
+
+
+def measure_checkpoints(
+    names: Sequence[str],
+    *,
+    paths: Sequence[str] = (),
+    max_lag: int | None = None,
+    windows: int = 8,
+    runs_dir: str = "runs",
+    cache_dir: str | None = None,
+) -> list[Measurement]:
+    """Measure each checkpoint's gradient decay on a text, by default its run's own validation split.
+
+    Args:
+        names: files, run directories or names of runs.
+        paths: the text's files.
+        max_lag: K; by default twice each run's truncation length.
+        windows: of text, the same at every call.
+        runs_dir: where names of runs are looked up.
+        cache_dir: where encoded text is kept.
+
+    Raises:
+        LmappError: a checkpoint or text is not there, or the text is too short.
+    """
+    measured = []
+    for name in names:
+        language = load(name, runs_dir=runs_dir)
+        ids, text = language.text(paths, cache_dir=cache_dir)
+        tau = language.config.data.sequence_length
+        shape, note = probe_shape(len(ids), 0, truncation_length=tau, windows=windows, max_lag=max_lag)
+        if shape is None:
+            raise LmappError(f"{name}: {note}")
+        probe = torch.from_numpy(probe_windows(ids, shape, language.config.seed))
+        decay = measure(language.model, probe, shape)
+        path = language.path.parent.parent if language.path.parent.name == "checkpoints" else language.path
+        measured.append(Measurement(path.name, language.config.model.cell, language.step, text, note, tau, decay))
+    return measured
+
+
+def draw(measured: Sequence[Measurement], path: Path) -> None:
+    """Draw the joint curves over all layers into a PNG."""
+    curves = []
+    for m in measured:
+        curve = m.decay.curve()
+        curves.append(
+            NamedCurve(
+                m.label,
+                m.cell,
+                curve.lags.tolist(),
+                curve.R.tolist(),
+                curve.zero_share.tolist(),
+                curve.half_life.value,
+                curve.half_life.censored,
+            )
+        )
+    draw_decay(curves, path, title="How far back the gradient reaches")

@@ -1,0 +1,198 @@
+"""Weights & Biases: the real client, online or offline, never a prompt, and no step twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import WandbLogger
+
+from lmapp.loggers.records import METRICS, read_lines
+
+STEP = "trainer/global_step"
+SECONDS_TO_CONNECT = 20
+MAX_TABLE_ROWS = 10_000
+
+
+DECAY_CURVES, CLIP_TABLE = "decay/curves", "gradient/clip_events"
+
+
+class RunLogger(WandbLogger):
+    """Lightning's logger onto a run that is already open, passing over the steps the run already holds."""
+
+    def __init__(self, run: Any, written: Iterable[int]) -> None:
+        super().__init__(experiment=run)
+        self.written = set(written)
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log one step's figures as one row; the records of curves and events among them become charts and tables."""
+        if step in self.written:
+            return
+        row = dict(metrics)
+        if DECAY_CURVES in row:
+            row |= decay_charts(row.pop(DECAY_CURVES))
+        if CLIP_TABLE in row:
+            row[CLIP_TABLE] = clip_table(row[CLIP_TABLE])
+        super().log_metrics(row, step)
+
+
+def choose_mode(wanted: str) -> tuple[str, str]:
+    """(mode, why in a few words) for `--logging.wandb`: auto is online when a key is configured, else offline."""
+    if wanted != "auto":
+        return wanted, "as asked"
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled", "online"):
+        return os.environ["WANDB_MODE"], "WANDB_MODE says so"
+    if has_key():
+        return "online", "a key is configured"
+    return "offline", "no key is configured"
+
+
+def has_key() -> bool:
+    """Whether a W&B key is configured: in the environment or in a netrc file."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    from wandb.sdk.lib import wbauth
+
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    try:
+        return wbauth.read_netrc_auth(host=host) is not None
+    except Exception:  # a damaged netrc file is no key
+        return False
+
+
+def open_run(
+    directory: Path,
+    *,
+    mode: str,
+    project: str,
+    group: str | None,
+    tags: Sequence[str],
+    name: str,
+    config: Mapping[str, Any],
+    run_id: str | None,
+    say: Callable[[str], None],
+) -> Any:
+    """Start (or, with `run_id`, go on with) a W&B run; None when disabled.
+
+    Without a network an online run becomes an offline one, which is said; nothing waits longer than
+    `SECONDS_TO_CONNECT`.
+    """
+    if mode == "disabled":
+        return None
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import wandb
+
+    def init(mode: str) -> Any:
+        return wandb.init(
+            dir=directory,
+            mode=mode,  # type: ignore[arg-type]
+            project=project,
+            group=group,
+            tags=list(tags),
+            name=name,
+            id=run_id,
+            resume="allow" if run_id and mode == "online" else None,
+            config=dict(config),
+            job_type="train",
+            settings=wandb.Settings(
+                silent=True, console="off", init_timeout=SECONDS_TO_CONNECT, login_timeout=1, x_disable_stats=True
+            ),
+        )
+
+    try:
+        run = init(mode)
+    except (wandb.Error, OSError) as error:
+        if mode != "online":
+            raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        say(
+            f"W&B cannot be reached ({reason}): the run is logged offline. "
+            f"Send it later: wandb sync {directory / 'wandb'}/offline-*"
+        )
+        run = init("offline")
+    run.define_metric(STEP)
+    for axis in ("train", "gradient", "decay", "spectrum"):
+        run.define_metric(f"{axis}/*", step_metric=STEP)
+    for figure in ("loss", "perplexity", "bits_per_char", "bits_per_byte"):
+        run.define_metric(f"val/{figure}", step_metric=STEP, summary="min,last")
+    return run
+
+
+def written_steps(directory: Path, run: Any) -> set[int]:
+    """The steps a run already holds: read back from its offline files, or up to the last one the server knows."""
+    if not run.settings._offline:
+        last = run.summary.get(STEP)
+        return set(range(int(last) + 1)) if last is not None else set()
+    steps: set[int] = set()
+    for log in sorted((directory / "wandb").glob(f"offline-run-*-{run.id}/run-{run.id}.wandb")):
+        if Path(run.dir).parent.resolve() != log.parent.resolve():
+            steps |= {int(row[STEP]) for row in read_offline(log) if STEP in row}
+    return steps
+
+
+def read_offline(log: Path) -> list[dict[str, Any]]:
+    """History rows of an offline run's `run-ID.wandb`, as far as they were written (a killed run may lack its end)."""
+    result = subprocess.run(
+        [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "WANDB_SILENT": "true"},
+        check=False,
+    )
+    rows = []
+    for line in result.stdout.splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if record.get("type") == "history":
+            rows.append(record["history"]["item"])
+    return rows
+
+
+def fill_gaps(run: Any, directory: Path, written: set[int]) -> None:
+    """Log the steps of metrics.jsonl that the run lost when it was killed."""
+    for line in read_lines(directory / METRICS):
+        step = line.pop("step")
+        if step not in written:
+            run.log({**line, STEP: step})
+            written.add(step)
+
+
+def decay_charts(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The curves R_k against lag as W&B line charts with lag as x axis.
+
+    `decay/curve` is the latest measurement, `decay/curves` one line a measured step.
+
+    Args:
+        records: lines of decay.jsonl for all layers together, joint, in order.
+    """
+    import wandb
+
+    latest = records[-1]
+    columns: list[str | int] = ["lag", "R", "G", "zero_share"]
+    rows = zip(latest["lags"], latest["R"], latest["G"], latest["zero_share"], strict=True)
+    table = wandb.Table(columns=columns, data=[list(row) for row in rows])
+    return {
+        "decay/curve": wandb.plot.line(table, "lag", "R", title="Gradient decay R_k against lag k"),
+        "decay/curves": wandb.plot.line_series(
+            xs=latest["lags"],
+            ys=[r["R"] for r in records],
+            keys=[f"step {r['step']}" for r in records],
+            title="Gradient decay R_k against lag k, one line a measured step",
+            xname="lag",
+        ),
+    }
+
+
+def clip_table(events: Sequence[Mapping[str, Any]]) -> Any:
+    """The clip events as a W&B table; of more than `MAX_TABLE_ROWS` the last ones, W&B shows no more."""
+    import wandb
+
+    columns: list[str | int] = ["kind", "step", "epoch", "norm", "threshold", "factor", "loss", "learning_rate", "text"]
+    return wandb.Table(columns=columns, data=[[e[str(c)] for c in columns] for e in events[-MAX_TABLE_ROWS:]])

@@ -1,0 +1,603 @@
+"""One run, from a configuration to a directory of results: assembles data, model, training, callbacks and loggers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from lmapp import cells, checkpoint
+from lmapp.callbacks.clipping import ClipEvents
+from lmapp.callbacks.decay import DecayProbe
+from lmapp.callbacks.metrics import TrainingFigures
+from lmapp.callbacks.progress import ProgressDisplay
+from lmapp.callbacks.samples import Samples
+from lmapp.config import RESUMABLE, Config, build, differences, merge, option_name, read_yaml
+from lmapp.data.datamodule import TextDataModule
+from lmapp.errors import LmappError, UsageError
+from lmapp.gradients.decay import cut_recurrence_warning, probe_shape, probe_windows, verdict
+from lmapp.loggers import wandb as wandb_runs
+from lmapp.loggers.records import LocalLogger, Records
+from lmapp.models.recurrent import RecurrentModel
+from lmapp.training import plan
+from lmapp.training.module import LanguageModule
+from lmapp.training.saving import EndOfStep, SafeCheckpointIO, keep_as_best
+from lmapp.training.validation import Validation
+
+
+class Stopped(LmappError):
+    """The run ended before its plan was fulfilled; what it had is saved."""
+
+
+class Interrupted(Stopped):
+    """By Ctrl-C or SIGTERM."""
+
+    exit_code = 130
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        path: its directory.
+        metrics: its summary: best and last validation figures, parameters, characters, seconds, steps.
+    """
+
+    path: Path
+    metrics: dict[str, Any]
+
+
+def train(
+    source: str | Path | Mapping[str, Any] | Config | None = None,
+    *,
+    resume: str | None = None,
+    runs_dir: str = "runs",
+    changes: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+) -> Run:
+    """Train a model as a configuration says, or go on with a run.
+
+    Args:
+        source: a YAML file, nested options as a dict, or a Config; by default the default configuration.
+        resume: a run's name or directory, to go on with instead.
+        runs_dir: where `resume` looks for names.
+        changes: options that a resumed run is to change; only limits and logging may.
+        quiet: print nothing.
+
+    Raises:
+        UsageError: an option is wrong, or a run of that name exists.
+        LmappError: the text cannot be had, the disk is full, the gradients stay non-finite.
+        Interrupted: by Ctrl-C; the run is saved.
+    """
+    console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+    if resume is not None:
+        return _resume(resume, runs_dir, changes or {}, console)
+    if isinstance(source, Config):
+        config = build(source.as_dict())
+    elif isinstance(source, Mapping):
+        config = build(source)
+    elif source is not None:
+        config = build(read_yaml(source), source=str(source))
+    else:
+        config = build({})
+    return _Assembly(config, console).run()
+
+
+def _resume(name: str, runs_dir: str, changes: Mapping[str, Any], console: Console) -> Run:
+    directory = checkpoint.run_directory(name, runs_dir)
+    last = directory / "checkpoints" / checkpoint.LAST
+    if not last.is_file():
+        raise LmappError(
+            f"The run {directory} ended before its first checkpoint: there is nothing to go on with. Start it again."
+        )
+    content = checkpoint.read(last)
+    saved = content["lmapp"]
+    old = build(saved["config"])
+    config = build(merge(saved["config"], changes)) if changes else old
+    refused = [name for name, _, _ in differences(old, config) if name not in RESUMABLE]
+    if refused:
+        options = ", ".join(option_name(name.split(".")) for name in refused)
+        raise UsageError(
+            f"{options} cannot change when a run goes on: only limits and logging can.\nStart a new run instead."
+        )
+    limits = ("train.max_steps", "train.max_minutes", "train.max_epochs")
+    replan = any(name in limits for name, _, _ in differences(old, config))
+    if saved["progress"]["state"] == "finished" and not replan:
+        raise UsageError(
+            f"The run {directory} is finished (step {saved['progress']['step']:,}).\n"
+            "Give it a higher limit to go on: --train.max-steps, --train.max-minutes or --train.max-epochs."
+        )
+    best = saved["progress"]["best"]
+    if best is not None and best["step"] == saved["progress"]["step"]:
+        keep_as_best(last)  # it may have been killed between writing the two
+    return _Assembly(config, console, directory=directory, saved=saved, replan=replan).run()
+
+
+class _Assembly:
+    """Everything of one run, put together in the order in which it is needed."""
+
+    def __init__(
+        self,
+        config: Config,
+        console: Console,
+        *,
+        directory: Path | None = None,
+        saved: dict[str, Any] | None = None,
+        replan: bool = False,
+    ) -> None:
+        self.config = config
+        self.console = console
+        self.directory = directory
+        self.saved = saved
+        self.replan = replan
+
+    def run(self) -> Run:
+        """Train to the end."""
+        _quieten_libraries()
+        config, saved = self.config, self.saved
+        cells.find(config.model.cell)
+        device = _device(config.train.device)
+        if saved:
+            torch.set_num_threads(saved["plan"]["threads"])
+        data = self._open_data()
+        corpus, batches = data.corpus, data.train_dataloader()
+        assert corpus is not None
+        torch.manual_seed(config.seed)
+        model = RecurrentModel(len(data.vocabulary), **asdict(config.model))
+        precision = saved["plan"]["precision"] if saved else _precision(config.train.precision, device)
+        model.compute_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+        if self.directory is None:
+            self.directory = _make_directory(config, data.corpus_name)
+        self.extras: dict[str, Any] = {
+            "version": checkpoint.VERSION,
+            "config": config.as_dict(),
+            "vocabulary": data.vocabulary.to_json(),
+            "corpus": {
+                "name": data.corpus_name,
+                "key": corpus.directory.name,
+                "fingerprint": corpus.fingerprint,
+                "facts": corpus.facts,
+            },
+            "plan": {
+                "precision": precision,
+                "kernels": model.kernels(batches.batch_size, batches.sequence_length),
+                "threads": torch.get_num_threads(),
+                "device": device.type,
+            },
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "versions": {name: version(name) for name in ("lmapp", "torch", "lightning", "tokenizers", "wandb")},
+            "wandb_id": saved["wandb_id"] if saved else None,
+        }
+        module = LanguageModule(model, config, len(batches), self.extras)
+        if saved and self.replan:
+            module.new_total = self._new_total(saved["progress"], len(batches))
+        records = Records(self.directory)
+        if saved:
+            for name in records.cut_back(saved["records"]):
+                self._say(f"{self.directory / name} lacks lines that the checkpoint knows of.")
+        probe = self._probe(data, records)
+        self._describe(data, module)
+        wandb_run, written = self._open_wandb(data)
+        loggers: list[Any] = [LocalLogger(records)]
+        if wandb_run is not None:
+            self.extras["wandb_id"] = wandb_run.id
+            loggers.append(wandb_runs.RunLogger(wandb_run, written))
+        trainer = lightning.Trainer(
+            accelerator="gpu" if device.type == "cuda" else "cpu",
+            devices=1,
+            max_epochs=-1,
+            logger=loggers,
+            callbacks=self._callbacks(data, records, probe),
+            plugins=[SafeCheckpointIO()],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            num_sanity_val_steps=0,
+            log_every_n_steps=1,
+        )
+        last = self.directory / "checkpoints" / checkpoint.LAST
+        try:
+            with _signals(module, self._say):
+                trainer.fit(module, datamodule=data, ckpt_path=last if saved else None, weights_only=True)
+        finally:
+            records.close()
+            if wandb_run is not None:
+                wandb_run.summary.update(_flat(self._summary(module)))
+                wandb_run.finish(exit_code=0 if module.progress.state == "finished" else 1)
+        return self._close(module, probe)
+
+    # The parts --------------------------------------------------------------------------------------------------------
+
+    def _open_data(self) -> TextDataModule:
+        with _encoding_progress(self.console) as progress:
+            data = TextDataModule(self.config.data, progress=progress, say=self._say)
+            data.setup_from(self.saved["corpus"]) if self.saved else data.setup()
+        return data
+
+    def _new_total(self, progress: Mapping[str, Any], steps_per_epoch: int) -> int | None:
+        """The plan under changed limits: the pace so far is known, so that no step need be timed."""
+        train, step = self.config.train, progress["step"]
+        total = plan.limit_in_steps(train, steps_per_epoch)
+        minutes = plan.minutes(train)
+        if minutes is not None:
+            timed = plan.steps_in_minutes(minutes, step, progress["seconds"], progress["seconds"] / step)
+            total = timed if total is None else min(total, timed)
+        if total is not None and total <= step:
+            raise UsageError(
+                f"The run is at step {step:,}, beyond the limit given ({total:,} steps): there is nothing left to do."
+            )
+        return total
+
+    def _probe(self, data: TextDataModule, records: Records) -> DecayProbe | None:
+        """The gradient-decay callback, if it is on and the text is long enough."""
+        corpus, settings = data.corpus, self.config.gradients
+        assert corpus is not None
+        self.probe_note = ""
+        if settings.every_steps == 0:
+            return None
+        shape, self.probe_note = probe_shape(
+            len(corpus.validation),
+            len(corpus.train),
+            truncation_length=data.train_dataloader().sequence_length,
+            windows=settings.windows,
+            max_lag=settings.max_lag,
+        )
+        if shape is None:
+            return None
+        ids = corpus.validation if shape.source == "validation" else corpus.train
+        return DecayProbe(probe_windows(ids, shape, self.config.seed), shape, settings.every_steps, records)
+
+    def _callbacks(self, data: TextDataModule, records: Records, probe: DecayProbe | None) -> list[lightning.Callback]:
+        """In the order of a step's end: events, figures, validation, decay, sample, display, logging and saving."""
+        config, corpus = self.config, data.corpus
+        assert corpus is not None and self.directory is not None
+        train = config.train
+        callbacks: list[lightning.Callback] = [
+            ClipEvents(records, data.vocabulary),
+            TrainingFigures(config.logging.every_steps),
+        ]
+        validates = len(corpus.validation) > 1
+        if validates:
+            callbacks.append(
+                Validation(corpus.validation, data.vocabulary, config.data.batch_size, train.val_every_steps)
+            )
+        if probe is not None:
+            callbacks.append(probe)
+        callbacks.append(Samples(records, data.vocabulary, train.val_every_steps, seed=config.seed))
+        if not self.console.quiet:
+            callbacks.append(ProgressDisplay(self.console))
+        callbacks.append(
+            EndOfStep(
+                self.directory / "checkpoints",
+                records,
+                minutes=train.checkpoint_minutes,
+                summary=self._summary,
+                validates=validates,
+            )
+        )
+        return callbacks
+
+    def _open_wandb(self, data: TextDataModule) -> tuple[Any, set[int]]:
+        """The W&B run and the steps it already holds; (None, …) when disabled."""
+        assert self.directory is not None
+        settings = self.config.logging
+        mode, why = wandb_runs.choose_mode(settings.wandb)
+        self._line(
+            "W&B", f"{mode} ({why})" + ("" if mode != "offline" else f"; look with: wandb leet {self.directory}/wandb")
+        )
+        run = wandb_runs.open_run(
+            self.directory,
+            mode=mode,
+            project=settings.project,
+            group=settings.group,
+            tags=[self.config.model.cell, data.corpus_name, *settings.tags],
+            name=self.directory.name,
+            config={**self.config.as_dict(), "parameters": self.extras["parameters"], **self.extras["plan"]},
+            run_id=self.extras["wandb_id"],
+            say=self._say,
+        )
+        if run is None or not self.saved:
+            return run, set()
+        written = wandb_runs.written_steps(self.directory, run)
+        wandb_runs.fill_gaps(run, self.directory, written)
+        return run, written
+
+    # What is said -----------------------------------------------------------------------------------------------------
+
+    def _say(self, message: str) -> None:
+        self.console.print(f"[yellow]note[/]        {_escape(message)}")
+
+    def _line(self, name: str, text: str) -> None:
+        self.console.print(f"[bold]{name:<11}[/] {_escape(text)}")
+
+    def _describe(self, data: TextDataModule, module: LanguageModule) -> None:
+        """What was understood, before the first step."""
+        config, corpus, batches = self.config, data.corpus, data.train_dataloader()
+        assert corpus is not None
+        facts, how = corpus.facts, self.extras["plan"]
+        source = ", ".join(config.data.path) if config.data.path else f"{config.data.corpus} (a named corpus)"
+        self._line("corpus", f"{source}: {facts['characters']:,} characters in {_count(facts['files'], 'file')}")
+        boms = f"; {_count(facts['boms_removed'], 'byte-order mark')} removed" if facts["boms_removed"] else ""
+        self._line("text", f"{config.data.encoding}, line ends kept as they are{boms}")
+        fallback = " and 256 byte symbols, so that any text can be written" if facts["byte_fallback"] else ""
+        self._line("alphabet", f"{_count(facts['alphabet'], 'character')}{fallback}")
+        unseen = facts["unseen_validation"] + facts["unseen_test"]
+        if unseen:
+            self._say(
+                f"{_count(unseen, 'character')} of validation and test ({len(facts['unseen'])} distinct) never occur "
+                "in the training text and are written as bytes."
+            )
+        held_out = (
+            f"validation {facts['validation_characters']:,} "
+            + ("(the last tenth" if config.data.val_fraction is None else f"(a share of {config.data.val_fraction:g}")
+            + (", at most 1,000,000)" if facts["validation_capped"] else ")")
+            if facts["validation_characters"]
+            else "validation is off"
+        )
+        test = f", test {facts['test_characters']:,}" if facts["test_characters"] else ""
+        self._line("splits", f"train {facts['train_characters']:,}, {held_out}{test}")
+        if config.data.val_fraction is None and not facts["validation_characters"]:
+            self._say("The text is too short for a validation split.")
+        self._line(
+            "baselines",
+            f"unigram {facts['unigram_bits']:.3f}, bigram {facts['bigram_bits']:.3f} bits per character "
+            f"on the {facts['baseline_split']} split",
+        )
+        model = config.model
+        shape = f"{model.num_layers} × {model.hidden_size}"
+        inputs = f"embedding of {model.embedding_size}" if model.embedding_size else "one-hot input"
+        self._line(
+            "model",
+            f"{model.cell} {shape}, {inputs}, {self.extras['parameters']:,} parameters, "
+            f"{model.init} start, seed {config.seed}",
+        )
+        carried = "state carried on" if config.train.carry_state else "state reset at every window"
+        self._line(
+            "batches",
+            f"{batches.batch_size} rows × {batches.sequence_length} characters, "
+            f"{len(batches):,} steps a pass, {carried}",
+        )
+        why = " (native here)" if how["precision"] == "bf16" and how["device"] == "cpu" else ""
+        self._line(
+            "device",
+            f"{how['device']}, {_count(how['threads'], 'thread')}, {how['precision']} products{why}, "
+            f"kernel {' + '.join(how['kernels'])}",
+        )
+        if self.probe_note:
+            self._say(self.probe_note[0].upper() + self.probe_note[1:] + ".")
+        if self.saved:
+            done = self.saved["progress"]
+            total = module.new_total if self.replan else done["total_steps"]
+            self._line(
+                "plan",
+                f"goes on after step {done['step']:,} of {total:,}"
+                if total
+                else f"goes on after step {done['step']:,}",
+            )
+        elif module.progress.total_steps is not None:
+            self._line("plan", f"{module.progress.total_steps:,} steps")
+        else:
+            limit = plan.minutes(config.train)
+            self._line("plan", f"{limit:g} minutes of training, turned into steps after {plan.TIMED_STEPS} of them")
+        self._line("run", f"{self.directory}")
+
+    def _summary(self, module: LanguageModule) -> dict[str, Any]:
+        progress, facts = module.progress, self.extras["corpus"]["facts"]
+        return {
+            "state": progress.state,
+            "best": progress.best,
+            "last": progress.last,
+            "steps": progress.step,
+            "total_steps": progress.total_steps,
+            "epochs": progress.epoch,
+            "characters": progress.characters,
+            "seconds": progress.seconds,
+            "parameters": self.extras["parameters"],
+            "clip_events": progress.clip_events,
+            "nonfinite_events": progress.nonfinite_events,
+            "unigram_bits": facts["unigram_bits"],
+            "bigram_bits": facts["bigram_bits"],
+            "corpus": self.extras["corpus"]["name"],
+            **self.extras["plan"],
+        }
+
+    def _close(self, module: LanguageModule, probe: DecayProbe | None) -> Run:
+        """The closing table, the verdict and the way on; an early end is an error that says how to go on."""
+        directory, progress = self.directory, module.progress
+        assert directory is not None
+        summary = self._summary(module)
+        saved = (directory / "checkpoints" / checkpoint.LAST).is_file()
+        way_on = f"Go on with: lmapp train --resume {_name(directory, self.config)}"
+        if progress.state == "stopped":
+            kept = f"The last checkpoint is whole: {directory / 'checkpoints'}." if saved else "Nothing was saved yet."
+            raise Stopped(
+                f"Training stopped at step {progress.step:,}: "
+                f"{_count(progress.nonfinite_in_a_row, 'gradient')} in a row not finite.\n"
+                f"{kept}\nTry a lower --train.learning-rate or --train.clip-norm; clip_events.jsonl has the texts."
+            )
+        table = Table(title=f"{directory}", title_justify="left", show_header=False, title_style="bold")
+        table.add_column(style="bold")
+        table.add_column()
+        for title, row in (("best validation", progress.best), ("last validation", progress.last)):
+            if row is not None:
+                table.add_row(
+                    title,
+                    f"{row['val/loss']:.4f} nats, perplexity {row['val/perplexity']:.3f}, "
+                    f"{row['val/bits_per_char']:.4f} bits per character (step {int(row['step']):,})",
+                )
+        table.add_row(
+            "baselines",
+            f"unigram {summary['unigram_bits']:.3f}, bigram {summary['bigram_bits']:.3f} bits per character",
+        )
+        table.add_row(
+            "training",
+            f"{progress.step:,} steps, {progress.characters:,} characters, {progress.seconds:.0f} s, "
+            f"{progress.characters / max(progress.seconds, 1e-9):,.0f} characters/s",
+        )
+        share = 100 * progress.clip_events / max(1, progress.step)
+        table.add_row("clipping", f"{progress.clip_events:,} of {progress.step:,} gradients clipped ({share:.1f} %)")
+        if progress.nonfinite_events:
+            table.add_row("non-finite", f"{progress.nonfinite_events:,} gradients discarded")
+        if probe is not None and probe.latest is not None:
+            table.add_row("half-life", f"{probe.latest.curve().half_life} steps of the gradient")
+        self.console.print(table)
+        if probe is not None and probe.latest is not None:
+            warning = cut_recurrence_warning(probe.latest)
+            if warning:
+                self._say(warning)
+            self.console.print(_escape(verdict(probe.latest, probe.shape.truncation_length)))
+        if progress.state == "interrupted":
+            raise Interrupted(f"Interrupted at step {progress.step:,} and saved.\n{way_on}")
+        name = _name(directory, self.config)
+        for line in (
+            f"lmapp generate {name}",
+            f"lmapp evaluate {name}",
+            f"lmapp gradients {name}",
+            f"lmapp compare {name}",
+        ):
+            self.console.print(f"  {line}")
+        return Run(directory, summary)
+
+
+def _name(directory: Path, config: Config) -> str:
+    """The run as a command names it: its name alone where that suffices."""
+    return (
+        directory.name if config.runs_dir == "runs" and Path("runs") / directory.name == directory else str(directory)
+    )
+
+
+def _flat(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The summary for W&B's table: one level, one sortable column a figure."""
+    flat: dict[str, Any] = {}
+    for key, value in summary.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{key}/{name.removeprefix('val/')}": figure for name, figure in value.items()}
+        elif value is not None:
+            flat[key] = value
+    return flat
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _device(wanted: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise UsageError("--train.device is cuda, but no CUDA device can be used here. Try --train.device cpu.")
+    return torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and available) else "cpu")
+
+
+def _precision(wanted: str, device: torch.device) -> str:
+    """fp32 or bf16; auto means bf16 where the hardware multiplies it natively: emulated, it is slower than fp32."""
+    if wanted != "auto":
+        return wanted
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "fp32"
+
+
+def _make_directory(config: Config, corpus: str) -> Path:
+    """A new directory `runs_dir/NAME`; an existing one is never touched."""
+    stem = (
+        config.name or f"{re.sub(r'[^A-Za-z0-9._-]+', '-', corpus)}-{config.model.cell}-{datetime.now():%Y%m%d-%H%M%S}"
+    )
+    if config.name and (config.name in (".", "..") or "/" in config.name or os.sep in config.name):
+        raise UsageError(f"--name is a name, not a path: {config.name!r}. The place is --runs-dir.")
+    parent = Path(config.runs_dir)
+    try:
+        for attempt in range(100):
+            directory = parent / (stem if attempt == 0 else f"{stem}-{attempt + 1}")
+            try:
+                directory.mkdir(parents=True)
+            except FileExistsError:
+                if config.name:
+                    raise UsageError(
+                        f"The run {directory} exists and is not overwritten.\nChoose another --name, or go on with it: "
+                        f"lmapp train --resume {config.name}"
+                    ) from None
+                continue
+            (directory / "checkpoints").mkdir()
+            # Complete and usable as input, so without the name that is taken now.
+            text = yaml.safe_dump(replace(config, name=None).as_dict(), sort_keys=False, allow_unicode=True)
+            (directory / "config.yaml").write_text(text, encoding="utf-8")
+            return directory
+    except OSError as error:
+        raise LmappError(f"{parent / stem} cannot be made: {error.strerror or error}.") from None
+    raise LmappError(f"{parent} holds a hundred runs named {stem} already.")
+
+
+@contextmanager
+def _encoding_progress(console: Console) -> Iterator[Any]:
+    """A bar while a large text is encoded; nothing for a small one."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("encoding"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None, visible=False)
+        started = time.monotonic()
+
+        def progress(done: int, total: int | None) -> None:
+            bar.update(task, completed=done, total=total, visible=time.monotonic() - started > 0.5)
+
+        yield progress
+
+
+@contextmanager
+def _signals(module: LanguageModule, say: Any) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the run after the current step, saved; a second one ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python handles signals in the main thread only
+        return
+
+    def request(number: int, frame: FrameType | None) -> None:
+        if module.stop_requested:
+            raise Interrupted("Ended at once. What was saved last is whole.")
+        module.stop_requested = True
+        say("Ending after this step; once more ends at once.")
+
+    before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _quieten_libraries() -> None:
+    """Keep Lightning's hints about other set-ups off the terminal; warnings about this one stay."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in (
+        "The 'train_dataloader' does not have many workers",
+        "You defined a `validation_step`",
+        "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
+        "Your `IterableDataset` has `__len__` defined",
+    ):
+        warnings.filterwarnings("ignore", message=f".*{message}.*")

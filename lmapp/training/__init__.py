@@ -1,0 +1,1 @@
+"""Training by Lightning: the module, the plan of a run, validation and saving."""

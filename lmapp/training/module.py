@@ -1,0 +1,267 @@
+"""The Lightning module: one training step, its clipping, what is reported of it and when it is saved.
+
+Thin: the model, the clipping and the plan are pure functions elsewhere. What a step did is in `report`, what the run
+has done so far in `progress`; callbacks read both and put what is to be logged into `figures`, which go to the loggers
+as one dictionary when every callback has seen the batch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import lightning
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lmapp.config import Config
+from lmapp.data.batches import Batch
+from lmapp.gradients import clipping
+from lmapp.models import detach
+from lmapp.models.recurrent import RecurrentModel
+from lmapp.training import plan
+from lmapp.training.optimizers import make_optimizer
+
+
+class StepReport(NamedTuple):
+    """What one step did.
+
+    losses (B, T): the loss of each prediction in nats, 0 where nothing is predicted. norm: of the gradient before
+    clipping (its largest entry under clipping by value). kind: "clip", "nonfinite" or None.
+    """
+
+    loss: float
+    losses: Tensor
+    norm: float
+    threshold: float | None
+    factor: float
+    kind: Literal["clip", "nonfinite"] | None
+    learning_rate: float
+
+
+@dataclass
+class Progress:
+    """What a run has done so far: all of it is saved, so that a resumed run goes on as if nothing had happened."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    """Batches of the current epoch that were trained on."""
+    characters: int = 0
+    seconds: float = 0.0
+    """Spent in training steps."""
+    total_steps: int | None = None
+    """The plan: None until a limit in minutes has been turned into steps."""
+    step_seconds: list[float] = field(default_factory=list)
+    """Of the steps timed for the plan."""
+    clip_events: int = 0
+    nonfinite_events: int = 0
+    nonfinite_in_a_row: int = 0
+    since_log: dict[str, float] = field(default_factory=dict)
+    """Sums since training figures were last logged."""
+    best: dict[str, float] | None = None
+    """step, val/loss, val/perplexity, val/bits_per_char of the best validation so far."""
+    last: dict[str, float] | None = None
+    """The same of the last validation."""
+    state: str = "running"
+    """running, finished, interrupted, stopped (by non-finite gradients)."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the plan is fulfilled."""
+        return self.total_steps is not None and self.step >= self.total_steps
+
+
+class LanguageModule(lightning.LightningModule):
+    """Trains a model on batches of characters.
+
+    Args:
+        model: what is trained.
+        config: the run's configuration.
+        steps_per_epoch: batches in one pass over the text.
+        extras: what a checkpoint stores beside what the module knows itself (vocabulary, text policy, facts).
+    """
+
+    def __init__(self, model: RecurrentModel, config: Config, steps_per_epoch: int, extras: dict[str, Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.config = config
+        self.extras = extras
+        self.steps_per_epoch = steps_per_epoch
+        self.progress = Progress(total_steps=self._known_total(steps_per_epoch))
+        self.figures: dict[str, Any] = {}
+        """To be logged at this step, by their contract names."""
+        self.report: StepReport | None = None
+        """Of the last step taken."""
+        self.step_seconds = 0.0
+        """What the last step took."""
+        self.stop_requested = False
+        """Set by Ctrl-C: end after this step, saved."""
+        self.new_total: int | None = None
+        """The plan of a resumed run whose limits were changed."""
+        self._states: tuple[Any, ...] | None = None
+        self._random: dict[str, Any] | None = None
+        self._loss, self._losses, self._characters = torch.zeros(()), torch.zeros(()), 0
+        self._started = 0.0
+
+    # What is due at a step, asked by every callback -----------------------------------------------------------------
+
+    def due(self, every_steps: int) -> bool:
+        """Whether something done every so many steps (0: only at the end) is to be done after the current step."""
+        at_end = self.progress.finished
+        return at_end or (every_steps > 0 and self.progress.step % every_steps == 0)
+
+    # Training -------------------------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The optimiser; its learning rate is set before every step."""
+        return make_optimizer(self.model, self.config.train)
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """Set the step's learning rate and the state it starts from."""
+        self._started = time.perf_counter()
+        if batch_idx != self.progress.batch:
+            raise RuntimeError(f"the loader is at batch {batch_idx}, the run at {self.progress.batch}")
+        rate = plan.learning_rate(self.config.train, self.progress.step, self.progress.total_steps)
+        for group in self.optimizers().param_groups:  # type: ignore[union-attr]
+            group["lr"] = rate
+        if batch_idx == 0 or not self.config.train.carry_state or self._states is None:
+            self._states = self.model.initial_state(batch.inputs.shape[0])
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """J of the batch, in nats per character."""
+        logits, states = self.model(batch.inputs, self._states)
+        losses = functional.cross_entropy(
+            logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-1, reduction="none"
+        )
+        loss = losses.sum() / batch.characters
+        self._states = detach(states)
+        self._loss, self._losses, self._characters = (
+            loss.detach(),
+            losses.detach().view_as(batch.targets),
+            batch.characters,
+        )
+        return loss
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip once, by our own function, and keep the norm for whoever asks; a non-finite gradient is discarded."""
+        train = self.config.train
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = float(clipping.global_norm(gradients))
+        threshold, factor = train.clip_norm, 1.0
+        kind: Literal["clip", "nonfinite"] | None = None
+        if not math.isfinite(norm):
+            kind = "nonfinite"
+            factor = 0.0
+            for parameter in self.model.parameters():
+                parameter.grad = None  # the optimiser passes over it: no update, no weight decay
+        elif train.clip_value is not None:
+            threshold = train.clip_value
+            largest = float(clipping.clip_by_value(gradients, threshold))
+            if largest > threshold:
+                kind, factor, norm = "clip", threshold / largest, largest
+        elif threshold is not None and norm > threshold:
+            kind, factor = "clip", threshold / norm
+            clipping.clip_by_norm(gradients, threshold, norm)
+        self.report = StepReport(
+            loss=float(self._loss),
+            losses=self._losses,
+            norm=norm,
+            threshold=threshold,
+            factor=factor,
+            kind=kind,
+            learning_rate=optimizer.param_groups[0]["lr"],
+        )
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Any,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        """Take the step, then bring `progress` up to date with it."""
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        assert self.report is not None
+        elapsed = self.step_seconds = time.perf_counter() - self._started
+        progress = self.progress
+        progress.step += 1
+        progress.batch += 1
+        if progress.batch == self.steps_per_epoch:
+            progress.batch = 0
+            progress.epoch += 1
+        progress.characters += self._characters
+        progress.seconds += elapsed
+        if self.report.kind == "nonfinite":
+            progress.nonfinite_events += 1
+            progress.nonfinite_in_a_row += 1
+            self._states = None  # what made the gradient blow up must not be carried on
+        else:
+            progress.nonfinite_in_a_row = 0
+            progress.clip_events += self.report.kind == "clip"
+        self._fix_plan(elapsed)
+
+    def _known_total(self, steps_per_epoch: int) -> int | None:
+        # With a limit in minutes, the plan is made once the pace is known.
+        if plan.minutes(self.config.train) is not None:
+            return None
+        return plan.limit_in_steps(self.config.train, steps_per_epoch)
+
+    def _fix_plan(self, elapsed: float) -> None:
+        """Turn a limit in minutes into steps, once, when enough steps have been timed."""
+        progress, train = self.progress, self.config.train
+        limit_minutes = plan.minutes(train)
+        if progress.total_steps is not None or limit_minutes is None:
+            return
+        progress.step_seconds.append(elapsed)
+        known = plan.limit_in_steps(train, self.steps_per_epoch)
+        if len(progress.step_seconds) >= plan.TIMED_STEPS or progress.seconds >= limit_minutes * 60:
+            rate = plan.pace(progress.step_seconds)
+            timed = plan.steps_in_minutes(limit_minutes, progress.step, progress.seconds, rate)
+            progress.total_steps = timed if known is None else min(timed, known)
+        elif known is not None and progress.step >= known:
+            progress.total_steps = known
+
+    # Saving ---------------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the key `lmapp`: everything beside Lightning's own, as tensors and primitives."""
+        checkpoint["lmapp"] = {
+            **self.extras,
+            "progress": asdict(self.progress),
+            "states": None if self._states is None else [dict(s._asdict()) for s in self._states],
+            "random": {
+                "torch": torch.get_rng_state(),
+                "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+            },
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on from `checkpoint`: progress and carried state; the random state is set by `on_train_start`."""
+        saved = checkpoint["lmapp"]
+        self.progress = Progress(**saved["progress"])
+        self.progress.state = "running"
+        if self.new_total is not None:
+            self.progress.total_steps = self.new_total
+        if saved["states"] is not None:
+            kinds = [type(s) for s in self.model.initial_state(1)]
+            self._states = tuple(kind(**s) for kind, s in zip(kinds, saved["states"], strict=True))
+        self._random = saved["random"]
+
+    def on_train_start(self) -> None:
+        """Restore the random state last, so that nothing done while setting up can have moved it."""
+        if self._random is not None:
+            torch.set_rng_state(self._random["torch"])
+            if self._random["cuda"] and torch.cuda.is_available():
+                torch.cuda.set_rng_state_all(self._random["cuda"])
+        if self._states is not None:
+            self._states = tuple(type(s)(*(t.to(self.device) for t in s)) for s in self._states)
