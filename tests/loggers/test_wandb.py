@@ -1,0 +1,182 @@
+"""Weights & Biases by its real client, offline: what was written is read back with W&B's own reader."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lmapp
+from lmapp.loggers import wandb as wandb_runs
+
+CONTRACT = {
+    "train/loss train/perplexity train/bits_per_char train/chars_per_second train/learning_rate train/characters",
+    "train/seconds val/loss val/perplexity val/bits_per_char val/bits_per_byte",
+    "gradient/norm gradient/norm_clipped gradient/clip_fraction gradient/nonfinite",
+    "decay/half_life decay/half_life_censored decay/horizon decay/horizon_censored decay/rate",
+    "decay/lag_99 decay/lag_99_censored decay/at_truncation decay/lost_share",
+    *(
+        f"decay/layer0/{component}/{figure}"
+        for component in ("joint", "h", "c")
+        for figure in ("half_life", "horizon", "lost_share")
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def make_config(directory: Path, text: str, **logging: Any) -> dict[str, Any]:
+    path = directory / "text.txt"
+    path.write_text(text, encoding="utf-8")
+    return {
+        "data": {"path": [str(path)], "batch_size": 4, "sequence_length": 16, "cache_dir": str(directory / "cache")},
+        "model": {"cell": "lstm", "hidden_size": 12},
+        "train": {"max_steps": 40, "val_every_steps": 10, "clip_norm": 0.25},
+        "gradients": {"every_steps": 20, "max_lag": 24, "windows": 2},
+        "logging": {"every_steps": 5, "group": "cells", "tags": ["first"], **logging},
+        "name": "run",
+        "runs_dir": str(directory / "runs"),
+    }
+
+
+def offline_records(run: Path) -> list[dict[str, Any]]:
+    """All records of all folders of a run, as `wandb leet inspect --json` prints them."""
+    records = []
+    for log in sorted(run.glob("wandb/offline-run-*/run-*.wandb")):
+        result = subprocess.run(
+            [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        records += [json.loads(line) for line in result.stdout.splitlines()]
+    return records
+
+
+def history(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [r["history"]["item"] for r in records if r["type"] == "history"]
+
+
+def test_finished_offline_run_read_back(tmp_path: Path, real_text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = lmapp.train(make_config(tmp_path, real_text[:20_000])).path
+    assert "offline (no key is configured)" in capsys.readouterr().out
+    records = offline_records(run)
+    rows = history(records)
+
+    names = {name for row in rows for name in row}
+    assert {name for line in CONTRACT for name in line.split()} <= names
+    local = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["trainer/global_step"] for row in rows] == [line["step"] for line in local]
+    for row, line in zip(rows, local, strict=True):
+        for name in line.keys() - {"step", "characters", "seconds"}:
+            assert row[name] == pytest.approx(line[name], rel=1e-6), name
+
+    # The curve: one line chart with lag as x axis, whole, at each measured step.
+    decay = [json.loads(line) for line in (run / "decay.jsonl").read_text().splitlines()]
+    joint = [d for d in decay if (d["layer"], d["component"]) == ("all", "joint")]
+    assert [d["step"] for d in joint] == [0, 20, 40]
+    tables = [row["decay/curve_table.path"] for row in rows if "decay/curve_table.path" in row]
+    files = next(run.glob("wandb/offline-run-*/files"))
+    for path, measured in zip(tables, joint, strict=True):
+        table = json.loads((files / path).read_text())
+        lag, r = table["columns"].index("lag"), table["columns"].index("R")
+        assert [row[lag] for row in table["data"]] == list(range(25))
+        assert [row[r] for row in table["data"]] == pytest.approx(measured["R"])
+    overlay = json.loads(
+        (files / [row["decay/curves_table.path"] for row in rows if "decay/curves_table.path" in row][-1]).read_text()
+    )
+    assert {row[overlay["columns"].index("lineKey")] for row in overlay["data"]} == {"step 0", "step 20", "step 40"}
+    assert len(overlay["data"]) == 3 * 25
+
+    # Every clip event, with its text.
+    events = [json.loads(line) for line in (run / "clip_events.jsonl").read_text().splitlines()]
+    assert events
+    table = json.loads((files / rows[-1]["gradient/clip_events.path"]).read_text())
+    assert [dict(zip(table["columns"], row, strict=True)) for row in table["data"]] == events
+
+    started = next(r["run"] for r in records if r["type"] == "run")
+    assert started["display_name"] == "run"
+    assert started["project"] == "lmapp"
+    assert started["run_group"] == "cells" if "run_group" in started else started["group"] == "cells"
+    assert set(started["tags"]) == {"lstm", "text", "first"}
+    assert started["config"]["update"]["model"]["hidden_size"] == 12
+    summary: dict[str, Any] = {}
+    for record in records:
+        if record["type"] == "summary":
+            summary |= record["summary"]["update"]
+    best = min(line["val/loss"] for line in local if "val/loss" in line)
+    assert summary["best/loss"] == pytest.approx(best)
+    assert {"last/loss", "parameters", "characters", "unigram_bits", "bigram_bits"} <= summary.keys()
+
+
+def test_killed_and_resumed_run_has_every_step_once(tmp_path: Path, real_text: str) -> None:
+    config = make_config(tmp_path, real_text[:20_000], wandb="offline")
+    plan = [{"where": "step", "visit": 14}, {"where": "writing", "visit": 2}, {"where": "decay", "visit": 1}]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    script = Path(__file__).parents[1] / "killing.py"
+    result = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "config.json"), str(tmp_path / "plan.json")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        # Not the service of this process: every life of the run has its own, as on a user's machine.
+        env={name: value for name, value in os.environ.items() if "WANDB_SERVICE" not in name},
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    run = tmp_path / "runs" / "run"
+    assert len(list(run.glob("wandb/offline-run-*"))) == 4
+    assert len({log.name for log in run.glob("wandb/offline-run-*/run-*.wandb")}) == 1, "it is one W&B run"
+    steps = Counter(row["trainer/global_step"] for row in history(offline_records(run)))
+    local = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == Counter(local)
+    assert Counter(local).most_common(1)[0][1] == 1
+
+
+def test_mode_is_online_only_with_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert wandb_runs.choose_mode("auto") == ("offline", "no key is configured")
+    assert wandb_runs.choose_mode("disabled")[0] == "disabled"
+    (tmp_path / "netrc").write_text(f"machine api.wandb.ai login user password {'0' * 40}\n")
+    (tmp_path / "netrc").chmod(0o600)
+    assert wandb_runs.choose_mode("auto")[0] == "online"
+    (tmp_path / "netrc").write_text("machine\n")
+    assert wandb_runs.choose_mode("auto")[0] == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert wandb_runs.choose_mode("auto")[0] == "online"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert wandb_runs.choose_mode("auto")[0] == "offline"
+
+
+def test_unreachable_server_means_offline(
+    tmp_path: Path, real_text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(wandb_runs, "SECONDS_TO_CONNECT", 3)
+    started = time.monotonic()
+    config = make_config(tmp_path, real_text[:5000])
+    config["train"]["max_steps"] = 3
+    run = lmapp.train(config).path
+    assert time.monotonic() - started < 60
+    said = capsys.readouterr().out
+    assert "W&B cannot be reached" in said
+    assert "wandb sync" in said
+    assert history(offline_records(run))
+
+
+def test_disabled_writes_nothing(tmp_path: Path, real_text: str) -> None:
+    config = make_config(tmp_path, real_text[:5000], wandb="disabled")
+    config["train"]["max_steps"] = 3
+    run = lmapp.train(config, quiet=True).path
+    assert not (run / "wandb").exists()

@@ -1,0 +1,174 @@
+"""A run that is stopped, at any moment and in any way, and goes on, equals the uninterrupted one bit for bit."""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lmapp
+from lmapp import checkpoint
+from lmapp.errors import UsageError
+from lmapp.training.saving import EndOfStep
+
+TIMED = ("seconds", "train/seconds", "train/chars_per_second")
+
+
+def make_config(directory: Path, text: str, name: str, **train: Any) -> dict[str, Any]:
+    """A small run with everything on: dropout, clipping, decay, samples, several epochs, an uneven last batch."""
+    path = directory / "text.txt"
+    path.write_text(text, encoding="utf-8")
+    return {
+        "data": {
+            "path": [str(path)],
+            "batch_size": 4,
+            "sequence_length": 16,
+            "val_fraction": 0.3,
+            "cache_dir": str(directory / "cache"),
+        },
+        "model": {"hidden_size": 12, "num_layers": 2, "dropout": 0.2},
+        "train": {"val_every_steps": 4, "warmup_steps": 3, "clip_norm": 0.25, **train},
+        "gradients": {"every_steps": 7, "max_lag": 8, "windows": 2},
+        "logging": {"wandb": "disabled", "every_steps": 3},
+        "name": name,
+        "runs_dir": str(directory / "runs"),
+    }
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """Everything a run leaves that does not depend on the clock."""
+    content = checkpoint.read(run / "checkpoints" / "last.ckpt")
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    progress = dict(content["lmapp"]["progress"])
+    since = progress.pop("since_log")
+    since.pop("from_seconds", None)
+    return {
+        "weights": content["state_dict"],
+        "optimizer": content["optimizer_states"],
+        "states": content["lmapp"]["states"],
+        "random": content["lmapp"]["random"]["torch"],
+        "progress": {k: v for k, v in progress.items() if "seconds" not in k},
+        "since": since,
+        "best": checkpoint.read(run / "checkpoints" / "best.ckpt")["state_dict"],
+        "metrics": [{k: v for k, v in line.items() if k not in TIMED} for line in metrics],
+        **{name: (run / name).read_text() for name in ("decay.jsonl", "clip_events.jsonl", "samples.txt")},
+    }
+
+
+def assert_same(expected: Any, got: Any, where: str = "") -> None:
+    assert type(expected) is type(got), where
+    if isinstance(expected, dict):
+        assert expected.keys() == got.keys(), where
+        for key in expected:
+            assert_same(expected[key], got[key], f"{where}/{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(expected) == len(got), where
+        for number, (a, b) in enumerate(zip(expected, got, strict=True)):
+            assert_same(a, b, f"{where}/{number}")
+    elif isinstance(expected, torch.Tensor):
+        assert torch.equal(expected, got), where
+    else:
+        assert expected == got, where
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_resumed_from_any_step_of_three_epochs(tmp_path: Path, real_text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut after each step that is saved, epoch ends and the steps around them among them."""
+    config = make_config(tmp_path, real_text[:900], "run", max_steps=34, val_every_steps=1)
+    run, kept = tmp_path / "runs" / "run", tmp_path / "kept"
+    save = EndOfStep._save
+
+    def save_and_keep(self: EndOfStep, trainer: Any, module: Any) -> None:
+        save(self, trainer, module)
+        if keeping and not module.progress.finished:
+            shutil.copytree(run, kept / str(module.progress.step))
+
+    monkeypatch.setattr(EndOfStep, "_save", save_and_keep)
+    keeping = True
+    lmapp.train(config, quiet=True)
+    keeping = False
+    expected = outcome(run)
+    epochs = expected["progress"]["epoch"]
+    assert epochs == 3
+    steps_per_epoch = 34 // epochs
+    edges = {e * steps_per_epoch + d for e in range(epochs + 1) for d in (-2, -1, 0, 1, 2)} | {1, 2, 33}
+    for step in sorted(edges & set(range(1, 34))):
+        shutil.rmtree(run)
+        shutil.copytree(kept / str(step), run)
+        lmapp.train(resume="run", runs_dir=config["runs_dir"], quiet=True)
+        assert_same(expected, outcome(run), f"cut after step {step}: ")
+
+
+def kill_plan() -> list[dict[str, Any]]:
+    """32 kills: in validation, while a checkpoint is written, around its renaming, in a step, and at random times."""
+    rng = random.Random(7)
+    kills = [{"where": "validation", "visit": rng.randint(2, 6)} for _ in range(6)]
+    kills += [{"where": "writing", "visit": rng.randint(1, 3)} for _ in range(6)]
+    kills += [{"where": "before-replace", "visit": rng.randint(2, 6)} for _ in range(3)]
+    kills += [{"where": "between-last-and-best", "visit": 1} for _ in range(3)]
+    kills += [{"where": "decay", "visit": rng.randint(1, 2)} for _ in range(2)]
+    kills += [{"where": "step", "visit": rng.randint(1, 9)} for _ in range(4)]
+    kills += [{"where": "seconds", "after": rng.uniform(0.3, 1.2)} for _ in range(8)]
+    rng.shuffle(kills)
+    return kills
+
+
+def test_killed_32_times(tmp_path: Path, real_text: str) -> None:
+    config = make_config(tmp_path, real_text[:20_000], "run", max_steps=600, checkpoint_minutes=0.002)
+    config["model"]["num_layers"] = 1
+    lmapp.train({**config, "name": "whole"}, quiet=True)
+    plan = kill_plan()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    script = Path(__file__).with_name("killing.py")
+    result = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "config.json"), str(tmp_path / "plan.json")],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:] + result.stdout[-3000:]
+    struck = json.loads(result.stdout.splitlines()[-1])
+    assert len(struck) == 32
+    assert_same(outcome(tmp_path / "runs" / "whole"), outcome(tmp_path / "runs" / "run"))
+    left = [p.name for p in (tmp_path / "runs" / "run" / "checkpoints").iterdir()]
+    assert sorted(left) == ["best.ckpt", "last.ckpt"]
+
+
+def test_limits_may_change_and_nothing_else(tmp_path: Path, real_text: str) -> None:
+    config = make_config(tmp_path, real_text[:2000], "run", max_steps=10, schedule="constant")
+    runs = config["runs_dir"]
+    lmapp.train(config, quiet=True)
+    with pytest.raises(UsageError, match="finished"):
+        lmapp.train(resume="run", runs_dir=runs, quiet=True)
+    with pytest.raises(UsageError, match=r"--train\.learning-rate cannot change"):
+        lmapp.train(resume="run", runs_dir=runs, changes={"train": {"learning_rate": 1e-3}}, quiet=True)
+    with pytest.raises(UsageError, match="nothing left to do"):
+        lmapp.train(resume="run", runs_dir=runs, changes={"train": {"max_steps": 5}}, quiet=True)
+    longer = lmapp.train(resume="run", runs_dir=runs, changes={"train": {"max_steps": 20}}, quiet=True)
+    assert longer.metrics["steps"] == 20
+    whole = lmapp.train({**config, "name": "whole", "train": {**config["train"], "max_steps": 20}}, quiet=True)
+    expected = outcome(whole.path)["weights"]
+    assert_same(expected, outcome(longer.path)["weights"])
+
+
+def test_a_changed_text_is_noticed(tmp_path: Path, real_text: str) -> None:
+    config = make_config(tmp_path, real_text[:2000], "run", max_steps=4)
+    lmapp.train(config, quiet=True)
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "text.txt").write_text(real_text[1000:3000])
+    with pytest.raises(lmapp.errors.LmappError, match="changed since"):
+        lmapp.train(resume="run", runs_dir=config["runs_dir"], changes={"train": {"max_steps": 8}}, quiet=True)
