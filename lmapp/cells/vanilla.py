@@ -1,0 +1,120 @@
+"""The Elman network: one non-linearity over input and previous state (Elman 1990)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lmapp.cells.protocol import GatedCell, HiddenState, Product, stacked_product, state_buffers
+from lmapp.errors import UsageError
+
+_aten = torch.ops.aten
+
+
+class Activation(NamedTuple):
+    """φ in three forms."""
+
+    function: Callable[[Tensor], Tensor]
+    write: Callable[[Tensor, Tensor], Tensor]
+    """φ(a) into the second tensor."""
+    pull: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """φ′ ∘ gradient into the third tensor, from the gradient and φ's value."""
+
+
+ACTIVATIONS = {
+    "tanh": Activation(
+        torch.tanh,
+        lambda a, out: torch.tanh(a, out=out),
+        lambda gradient, value, out: _aten.tanh_backward.grad_input(gradient, value, grad_input=out),
+    ),
+    "relu": Activation(
+        torch.relu,
+        lambda a, out: torch.clamp_min(a, 0, out=out),
+        lambda gradient, value, out: _aten.threshold_backward.grad_input(gradient, value, 0, grad_input=out),
+    ),
+    "sigmoid": Activation(
+        torch.sigmoid,
+        lambda a, out: torch.sigmoid(a, out=out),
+        lambda gradient, value, out: _aten.sigmoid_backward.grad_input(gradient, value, grad_input=out),
+    ),
+    "identity": Activation(torch.clone, lambda a, out: out.copy_(a), lambda gradient, _, out: out.copy_(gradient)),
+}
+
+
+class Vanilla(GatedCell):
+    """h_t = φ(W_ih x_t + b_ih + W_hh h_{t−1} + b_hh)."""
+
+    blocks = 1
+
+    def __init__(self, input_size: int, hidden_size: int, *, activation: str = "tanh") -> None:
+        if activation not in ACTIVATIONS:
+            raise UsageError(f"--model.activation is one of {', '.join(ACTIVATIONS)}, not {activation!r}.")
+        self.activation = activation
+        super().__init__(input_size, hidden_size)
+
+    def step(self, gates: Tensor, state: HiddenState) -> tuple[Tensor, HiddenState]:  # noqa: D102
+        h = state.h.to(gates.dtype)
+        h = ACTIVATIONS[self.activation].function(gates + F.linear(h, self.weight_hh.to(h.dtype)))
+        return h, HiddenState(h.to(state.h.dtype))
+
+    def kernel(self, device_type: str, dtype: torch.dtype, masks: bool) -> str:
+        """Ours on a CPU; on a GPU cuDNN, where it has the activation and nothing is masked."""
+        known = self.activation in ("tanh", "relu")
+        return "torch" if device_type == "cuda" and known and not masks else "scan"
+
+    def torch_forward(self, x: Tensor, hidden: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:  # noqa: D102
+        kernel = torch._VF.rnn_tanh if self.activation == "tanh" else torch._VF.rnn_relu
+        return kernel(x, hidden[0], weights, True, 1, 0.0, torch.is_grad_enabled(), False, False)
+
+    def run(  # noqa: D102
+        self, gates: Tensor, state: HiddenState, keep: Tensor | None
+    ) -> tuple[Tensor, HiddenState, tuple[Tensor, ...]]:
+        write = ACTIVATIONS[self.activation].write
+        recur = Product(self.weight_hh.to(gates.dtype), gates.shape[1])
+        entering, outputs = state_buffers(gates, state.h, keep)
+        steps = zip(gates.unbind(), entering.unbind(), outputs.unbind(), strict=True)
+        for t, (gate, h, output) in enumerate(steps):
+            if keep is not None:
+                torch.mul(outputs[t - 1] if t else state.h, keep[t].unsqueeze(1), out=h)
+            write(recur(h, addend=gate), output)
+        last = HiddenState(outputs[-1].to(state.h.dtype, copy=True))
+        return outputs, last, (entering, outputs)
+
+    def back(  # noqa: D102
+        self,
+        trace: tuple[Tensor, ...],
+        output_gradients: Tensor,
+        last: HiddenState,
+        entering: HiddenState | None,
+        *masks: Tensor,
+    ) -> tuple[Tensor, HiddenState]:
+        pull = ACTIVATIONS[self.activation].pull
+        _, outputs = trace
+        steps, rows, width = output_gradients.shape
+        grouped = (outputs.shape[1], rows // outputs.shape[1], width)
+        recur = Product(self.weight_hh.to(outputs.dtype).t(), rows)
+        deltas = outputs.new_empty(steps, rows, width)
+        values = outputs.unsqueeze(2).unbind()
+        # Alone, ∂J/∂h_t's two parts meet inside the product; otherwise the recurrent part is wanted by itself.
+        alone = entering is None and not masks
+        gradient = carry = (last.h + output_gradients[-1]).to(outputs.dtype)
+        for t in reversed(range(steps)):
+            pull(gradient.view(grouped), values[t], deltas[t].view(grouped))
+            if alone and t:
+                gradient = recur(deltas[t], addend=output_gradients[t - 1])
+                continue
+            carry = recur(deltas[t])
+            for mask in masks:
+                carry.mul_(mask[t].unsqueeze(1))
+            if entering is not None:
+                entering.h[t] = carry
+            if t:
+                gradient = carry + output_gradients[t - 1]
+        return deltas, HiddenState(carry.to(last.h.dtype))
+
+    def parameter_gradients(self, trace: tuple[Tensor, ...], deltas: Tensor) -> tuple[Tensor, None]:  # noqa: D102
+        return stacked_product(deltas, trace[0]).to(self.weight_hh.dtype), None

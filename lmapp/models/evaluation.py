@@ -1,0 +1,198 @@
+"""Every validation and test figure comes from here.
+
+Shapes: B batch, T time, V vocabulary, N ids of the text, R rows it is read in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lmapp.errors import LmappError
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sums over predicted characters; scores of parts of a text add up to that of the whole.
+
+    Attributes:
+        loss_sum: nats.
+        characters: characters predicted (a character of several symbols counts once).
+        bytes: UTF-8 bytes they stand for.
+    """
+
+    loss_sum: float
+    characters: int
+    bytes: int
+
+    def __add__(self, other: Score) -> Score:
+        return Score(self.loss_sum + other.loss_sum, self.characters + other.characters, self.bytes + other.bytes)
+
+    @property
+    def loss(self) -> float:
+        """Nats per character."""
+        return self.loss_sum / self.characters if self.characters else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        """e^loss, infinite where that overflows."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+    @property
+    def bits_per_char(self) -> float:
+        """Bits per character."""
+        return self.loss / math.log(2)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits per UTF-8 byte."""
+        return self.loss_sum / math.log(2) / self.bytes if self.bytes else math.nan
+
+
+def evaluate(
+    model: Any,
+    ids: Tensor | np.ndarray,
+    starts_character: np.ndarray,
+    symbol_bytes: np.ndarray,
+    *,
+    batch_size: int,
+    warm_up: int = 512,
+    chunk: int = 256,
+    should_stop: Callable[[], bool] | None = None,
+) -> Score:
+    """Read a text with carried state and score each of its characters but the first, once.
+
+    The N ids are read in R = max(1, min(batch_size, ⌊N/warm_up⌋)) rows, whose lengths differ by one at most. Each row
+    first reads the `warm_up` ids before it, unscored; row 0 starts cold. So the loss hardly depends on batch_size.
+
+    Args:
+        model: a `RecurrentModel`, or whatever has its `initial_state`, `forward`, `train` and `training`.
+        ids: (N,) integers.
+        starts_character: (V,) bool, false for symbols that continue a character.
+        symbol_bytes: (V,) UTF-8 bytes of each symbol.
+        batch_size: the most rows read at once.
+        warm_up: ids a row reads before it is scored.
+        chunk: characters read in one call of the model.
+        should_stop: asked before every chunk; once it says true, the score of what was read so far is returned.
+
+    Raises:
+        LmappError: fewer than two ids: nothing is predicted.
+    """
+    ids = _checked(ids)
+    count = len(ids)
+    rows = max(1, min(batch_size, count // warm_up if warm_up else count - 1))
+    # Targets are 1..N−1. The first rows are the longer ones, so that the ids before row 1 suffice for its warm-up.
+    shares = np.full(rows, (count - 1) // rows)
+    shares[: (count - 1) % rows] += 1
+    firsts = np.concatenate(([0], np.cumsum(shares)[:-1]))  # each row's first input
+    tally = _Tally(model, starts_character, symbol_bytes)
+    with _evaluating(model):
+        states = model.initial_state(rows)
+        if rows > 1 and warm_up:
+            warm = model.initial_state(rows - 1)
+            for start in range(0, warm_up, chunk):
+                if should_stop is not None and should_stop():
+                    return tally.score()
+                offsets = np.arange(start, min(start + chunk, warm_up)) - warm_up
+                _, warm = model(tally.tensor(ids[firsts[1:, None] + offsets]), warm)
+            states = tuple(
+                type(cold)(*(torch.cat((c[:1], w)) for c, w in zip(cold, state, strict=True)))
+                for cold, state in zip(states, warm, strict=True)
+            )
+        for start in range(0, int(shares[0]), chunk):
+            if should_stop is not None and should_stop():
+                break
+            offsets = np.arange(start, min(start + chunk, int(shares[0])))
+            scored = offsets < shares[:, None]
+            # A shorter row reads one id more than it has; that target is not scored.
+            inputs = np.minimum(firsts[:, None] + offsets, count - 2)
+            logits, states = model(tally.tensor(ids[inputs]), states)
+            tally.add(logits, ids[inputs + 1], scored)
+    return tally.score()
+
+
+def evaluate_cold(
+    model: Any,
+    ids: Tensor | np.ndarray,
+    starts_character: np.ndarray,
+    symbol_bytes: np.ndarray,
+    *,
+    window: int = 256,
+    batch_size: int = 64,
+) -> Score:
+    """Score separate windows of `window` inputs and targets, each from the initial state; a shorter last one counts.
+
+    Arguments and errors as in `evaluate`.
+    """
+    ids = _checked(ids)
+    count = len(ids) - 1
+    tally = _Tally(model, starts_character, symbol_bytes)
+    whole = count // window * window
+    groups = [
+        np.arange(start, min(start + batch_size * window, whole)).reshape(-1, window)
+        for start in range(0, whole, batch_size * window)
+    ]
+    if whole < count:
+        groups.append(np.arange(whole, count)[None])
+    with _evaluating(model):
+        for inputs in groups:
+            logits, _ = model(tally.tensor(ids[inputs]), model.initial_state(len(inputs)))
+            tally.add(logits, ids[inputs + 1], np.ones(inputs.shape, dtype=bool))
+    return tally.score()
+
+
+class _Tally:
+    """Sums of losses, characters and bytes over scored targets."""
+
+    def __init__(self, model: Any, starts_character: np.ndarray, symbol_bytes: np.ndarray) -> None:
+        self.device = model.initial_state(1)[0][0].device
+        self.starts_character = np.asarray(starts_character)
+        self.symbol_bytes = np.asarray(symbol_bytes)
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.characters = 0
+        self.bytes = 0
+
+    def tensor(self, ids: np.ndarray) -> Tensor:
+        return torch.from_numpy(ids.astype(np.int64)).to(self.device)
+
+    def add(self, logits: Tensor, targets: np.ndarray, scored: np.ndarray) -> None:
+        """Logits (B, T, V), targets (B, T), scored (B, T) bool."""
+        # widened first: −1 does not fit the unsigned type of a memory map
+        wanted = self.tensor(np.where(scored, targets.astype(np.int64), -1))
+        losses = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=-1, reduction="none")
+        self.loss_sum += losses.double().sum()
+        self.characters += int(self.starts_character[targets[scored]].sum())
+        self.bytes += int(self.symbol_bytes[targets[scored]].sum())
+
+    def score(self) -> Score:
+        return Score(float(self.loss_sum), self.characters, self.bytes)
+
+
+def _checked(ids: Tensor | np.ndarray) -> np.ndarray:
+    ids = ids.cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
+    if len(ids) < 2:
+        raise LmappError(f"Nothing to score: the text has {len(ids)} characters, and the first is only read.")
+    return ids
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """No graph and no dropout; the model's mode is restored whatever happens."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        model.train(training)

@@ -1,0 +1,182 @@
+"""The figures' arithmetic: every target once, whatever the batch."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lmapp.cells.protocol import HiddenState
+from lmapp.errors import LmappError
+from lmapp.models import RecurrentModel
+from lmapp.models.evaluation import Score, evaluate, evaluate_cold
+
+V = 50
+STARTS, SIZES = np.ones(V, dtype=bool), np.ones(V, dtype=np.int64)
+
+
+class Remembering(torch.nn.Module):
+    """Uniform over its symbols; its state is how many ids it has read in a row, and it notes what it reads."""
+
+    def __init__(self, symbols=V):
+        super().__init__()
+        self.symbols, self.reads = symbols, []
+
+    def initial_state(self, batch_size):
+        return (HiddenState(torch.zeros(batch_size, 1)),)
+
+    def forward(self, tokens, states):
+        assert not self.training
+        assert not torch.is_grad_enabled()
+        count = states[0].h + torch.arange(1, tokens.shape[1] + 1)
+        self.reads.append((tokens.clone(), count.clone()))
+        logits = torch.zeros(*tokens.shape, self.symbols)
+        return logits, (HiddenState(count[:, -1:]),)
+
+
+class Weighing(Remembering):
+    """Target id y costs y nats more than target 0 (up to the constant log Z)."""
+
+    def forward(self, tokens, states):
+        logits, states = super().forward(tokens, states)
+        return logits - torch.arange(self.symbols), states
+
+    @property
+    def constant(self):
+        return math.log(sum(math.exp(-y) for y in range(self.symbols)))
+
+
+@pytest.mark.parametrize("function", [evaluate, evaluate_cold])
+def test_a_uniform_model_has_the_perplexity_of_its_alphabet(function):
+    score = function(Remembering(), np.arange(3000) % V, STARTS, SIZES, batch_size=4)
+    assert score.perplexity == pytest.approx(50, rel=1e-6)
+    assert score.loss == pytest.approx(math.log(50), rel=1e-6)
+    assert (score.bits_per_char, score.bits_per_byte) == pytest.approx((math.log2(50), math.log2(50)), rel=1e-6)
+
+
+@pytest.mark.parametrize("count", [2, 3, 511, 512, 1023, 1024, 1025, 1026, 5000, 5119, 5121])
+@pytest.mark.parametrize("batch_size", [1, 2, 7])
+@pytest.mark.parametrize("chunk", [256, 100])
+def test_every_target_is_scored_once(count, batch_size, chunk):
+    ids = np.random.default_rng(0).integers(0, V, count)
+    model = Weighing()
+    score = evaluate(model, ids, STARTS, SIZES, batch_size=batch_size, chunk=chunk)
+    assert score.characters == count - 1
+    assert score.loss_sum == pytest.approx(ids[1:].sum() + (count - 1) * model.constant, rel=1e-6)
+
+
+@pytest.mark.parametrize(("count", "batch_size"), [(5000, 7), (1024, 2), (1030, 9), (700, 3), (5121, 10)])
+def test_rows_and_their_warm_up(count, batch_size):
+    """Each target but row 0's is predicted after 512 ids before its row, and after all that its row has read."""
+    ids = np.arange(count)
+    model = Remembering(count)
+    evaluate(model, ids, np.ones(count, dtype=bool), np.ones(count, dtype=int), batch_size=batch_size)
+    rows = max(1, min(batch_size, count // 512))
+    warm, scoring = [r for r in model.reads if len(r[0]) == rows - 1], [r for r in model.reads if len(r[0]) == rows]
+    if rows == 1:
+        warm = []
+    assert sum(tokens.shape[1] for tokens, _ in warm) == (512 if rows > 1 else 0)
+    tokens = torch.cat([t for t, _ in scoring], 1)
+    past = torch.cat([c for _, c in scoring], 1)
+    assert tokens[0].tolist() == list(range(tokens.shape[1]))
+    assert past[0, 0] == 1
+    assert (past[1:, 0] == 513).all()
+    lengths = torch.diff(tokens[:, 0], append=torch.tensor([count - 1]))
+    assert lengths.max() - lengths.min() <= 1
+    if rows > 1:
+        before = torch.cat([t for t, _ in warm], 1)
+        assert torch.equal(before, tokens[1:, :1] - 512 + torch.arange(512))
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_the_loss_hardly_depends_on_the_batch_size(cell):
+    torch.manual_seed(0)
+    model = RecurrentModel(12, cell=cell, hidden_size=16, num_layers=1)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    ids = np.random.default_rng(0).integers(0, 12, 9000)
+    starts, sizes = np.ones(12, dtype=bool), np.ones(12, dtype=int)
+    losses = [evaluate(model, ids, starts, sizes, batch_size=size).loss for size in (1, 2, 16, 17)]
+    assert max(losses) - min(losses) < 1e-3
+    assert losses == [evaluate(model, ids, starts, sizes, batch_size=size).loss for size in (1, 2, 16, 17)]
+    assert evaluate(model, torch.as_tensor(ids), starts, sizes, batch_size=2).loss == losses[1]
+
+
+def test_one_row_is_the_plain_mean():
+    torch.manual_seed(0)
+    model = RecurrentModel(12, cell="gru", hidden_size=16, num_layers=2, dropout=0.5).double()
+    ids = torch.randint(12, (700,))
+    logits, _ = model.eval()(ids[None, :-1], model.initial_state(1))
+    expected = torch.nn.functional.cross_entropy(logits[0], ids[1:]).item()
+    model.train()
+    score = evaluate(model, ids, np.ones(12, dtype=bool), np.ones(12, dtype=int), batch_size=1, chunk=64)
+    assert score.loss == pytest.approx(expected, rel=1e-12)
+    assert model.training
+
+
+@pytest.mark.parametrize("count", [2, 256, 257, 258, 513, 5000])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_cold_windows(count, batch_size):
+    ids = np.random.default_rng(0).integers(0, V, count)
+    model = Weighing()
+    score = evaluate_cold(model, ids, STARTS, SIZES, batch_size=batch_size)
+    assert score.characters == count - 1
+    assert score.loss_sum == pytest.approx(ids[1:].sum() + (count - 1) * model.constant, rel=1e-6)
+    windows = [row for tokens, counts in model.reads for row in zip(tokens, counts, strict=True)]
+    assert [len(tokens) for tokens, _ in windows] == [min(256, count - 1 - s) for s in range(0, count - 1, 256)]
+    assert all(counts[0] == 1 for _, counts in windows)
+    assert torch.cat([tokens for tokens, _ in windows]).tolist() == ids[:-1].tolist()
+
+
+def test_perplexity_of_an_uneven_last_batch():
+    """Windows of 256 at one loss, a last one of 2 at another: weighted by characters, not by windows."""
+    ids = np.array([0] * 257 + [1] * 2)
+    model = Weighing(2)
+    score = evaluate_cold(model, ids, np.ones(2, dtype=bool), np.ones(2, dtype=int))
+    assert score.perplexity == pytest.approx(math.exp((256 * 0 + 2 * 1) / 258 + model.constant), rel=1e-6)
+
+
+def test_characters_of_several_symbols_and_bytes():
+    starts, sizes = np.array([True, False, True]), np.array([1, 1, 3])
+    ids = np.array([0, 0, 1, 1, 2, 2, 0])
+    score = evaluate(Remembering(3), ids, starts, sizes, batch_size=1)
+    assert (score.characters, score.bytes) == (4, 10)
+    assert score.loss_sum == pytest.approx(6 * math.log(3), rel=1e-6)
+    assert score.loss == pytest.approx(1.5 * math.log(3), rel=1e-6)
+    assert score.bits_per_byte == pytest.approx(0.6 * math.log2(3), rel=1e-6)
+
+
+def test_scores_add_up():
+    total = Score(2.0, 4, 5) + Score(1.0, 2, 3)
+    assert total == Score(3.0, 6, 8)
+    assert total.loss == 0.5
+    assert Score(1e6, 1, 1).perplexity == math.inf
+    assert math.isnan(Score(0.0, 0, 0).loss)
+    assert math.isnan(Score(0.0, 0, 0).bits_per_byte)
+
+
+@pytest.mark.parametrize("function", [evaluate, evaluate_cold])
+@pytest.mark.parametrize("count", [0, 1])
+def test_too_little_text_is_an_error(function, count):
+    with pytest.raises(LmappError, match=f"{count} character"):
+        function(Remembering(), np.zeros(count, dtype=int), STARTS, SIZES, batch_size=4)
+
+
+def test_stopping_early_returns_what_was_read():
+    model, asked = Remembering(), []
+
+    def stop():
+        asked.append(True)
+        return len(asked) > 2
+
+    score = evaluate(model, np.zeros(5000, dtype=int), STARTS, SIZES, batch_size=1, chunk=100, should_stop=stop)
+    assert score.characters == 200
+
+
+def test_the_mode_is_restored_after_an_error():
+    model = Remembering()
+    model.forward = lambda *_: 1 / 0
+    model.train()
+    with pytest.raises(ZeroDivisionError):
+        evaluate(model, np.zeros(600, dtype=int), STARTS, SIZES, batch_size=1)
+    assert model.training
