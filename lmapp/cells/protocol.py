@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -250,9 +251,7 @@ class GatedCell(Cell):
         if self.kernel(x.device.type, x.dtype, keep is not None or credit is not None) == "scan":
             return self.scan(self.project(x), state, keep, credit)
         weights = [w.to(x.dtype) for w in (self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)]
-        with warnings.catch_warnings():
-            # cuDNN would like the weights in one piece of memory; they are cast anew for every window anyway.
-            warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+        with _in_pieces(x.is_cuda):
             outputs, *last = self.torch_forward(x, [s.to(x.dtype).unsqueeze(0) for s in state], weights)
         return outputs, self.state_type(*(s.squeeze(0).to(state[0].dtype) for s in last))
 
@@ -272,6 +271,17 @@ class GatedCell(Cell):
         entering = map_state(lambda s: s.new_zeros(steps + 1, rows, self.hidden_size), state)
         deltas, _ = self.back(trace, output_gradients.to(gates.dtype).contiguous(), last, entering)
         return entering, self.gate_gradients(deltas)
+
+
+@contextmanager
+def _in_pieces(cuda: bool) -> Iterator[None]:
+    """Without cuDNN's wish for weights in one piece of memory: they are cast anew for every window anyway."""
+    if not cuda:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+        yield
 
 
 def state_buffers(gates: Tensor, h: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -189,7 +189,9 @@ class RecurrentModel(nn.Module):
     def _embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """(…) to (…, D) in `dtype`."""
         if self.embedding is None:
-            return F.one_hot(tokens, self.vocabulary_size).to(dtype)
+            # F.one_hot would make eight bytes an entry first.
+            zeros = torch.zeros(*tokens.shape, self.vocabulary_size, dtype=dtype, device=tokens.device)
+            return zeros.scatter_(-1, tokens.unsqueeze(-1), 1)
         return _Gather.apply(self.embedding.weight, tokens, dtype)
 
     def _table(self) -> Tensor:

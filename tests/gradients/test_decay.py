@@ -340,7 +340,7 @@ def naive_norms(model, windows, shape, layer):
                             x, states = advance(embed(tokens[:, later]), states)
                         return nn.functional.cross_entropy(model.head(x), tokens[:, final + 1]).item()
 
-                    for component in model.layers[0].State._fields:
+                    for component in model.layers[0].state_type._fields:
                         squares = 0.0
                         for number in range(len(layers)) if layer is None else [layer]:
                             for index in range(hidden):
