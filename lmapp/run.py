@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -31,6 +31,7 @@ from lmapp.callbacks.metrics import TrainingFigures
 from lmapp.callbacks.progress import ProgressDisplay
 from lmapp.callbacks.samples import Samples
 from lmapp.config import RESUMABLE, Config, build, differences, merge, option_name, read_yaml
+from lmapp.data.batches import RowBatches
 from lmapp.data.datamodule import TextDataModule
 from lmapp.errors import LmappError, UsageError
 from lmapp.gradients.decay import cut_recurrence_warning, probe_shape, probe_windows, verdict
@@ -161,6 +162,7 @@ class _Assembly:
         data = self._open_data()
         corpus, batches = data.corpus, data.train_dataloader()
         assert corpus is not None
+        _check_memory(config, len(data.vocabulary), batches)
         torch.manual_seed(config.seed)
         model = RecurrentModel(len(data.vocabulary), **asdict(config.model))
         precision = saved["plan"]["precision"] if saved else _precision(config.train.precision, device)
@@ -201,12 +203,13 @@ class _Assembly:
         if wandb_run is not None:
             self.extras["wandb_id"] = wandb_run.id
             loggers.append(wandb_runs.RunLogger(wandb_run, written))
+        signals = _Signals(module, self._say)
         trainer = lightning.Trainer(
             accelerator="gpu" if device.type == "cuda" else "cpu",
             devices=1,
             max_epochs=-1,
             logger=loggers,
-            callbacks=self._callbacks(data, records, probe),
+            callbacks=[signals, *self._callbacks(data, records, probe)],
             plugins=[SafeCheckpointIO()],
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -217,7 +220,7 @@ class _Assembly:
         )
         last = self.directory / "checkpoints" / checkpoint.LAST
         try:
-            with _signals(module, self._say):
+            with signals:
                 trainer.fit(module, datamodule=data, ckpt_path=last if saved else None, weights_only=True)
         finally:
             records.close()
@@ -430,9 +433,14 @@ class _Assembly:
         way_on = f"Go on with: lmapp train --resume {_name(directory, self.config)}"
         if progress.state == "stopped":
             kept = f"The last checkpoint is whole: {directory / 'checkpoints'}." if saved else "Nothing was saved yet."
+            in_a_row = progress.nonfinite_in_a_row
+            what = (
+                f"{_count(in_a_row, 'gradient')} in a row not finite"
+                if in_a_row >= self.config.train.max_nonfinite
+                else "the network's weights are not finite any more"
+            )
             raise Stopped(
-                f"Training stopped at step {progress.step:,}: "
-                f"{_count(progress.nonfinite_in_a_row, 'gradient')} in a row not finite.\n"
+                f"Training stopped at step {progress.step:,}: {what}.\n"
                 f"{kept}\nTry a lower --train.learning-rate or --train.clip-norm; clip_events.jsonl has the texts."
             )
         table = Table(title=f"{directory}", title_justify="left", show_header=False, title_style="bold")
@@ -523,6 +531,24 @@ def _precision(wanted: str, device: torch.device) -> str:
     return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "fp32"
 
 
+def _check_memory(config: Config, vocabulary_size: int, batches: RowBatches) -> None:
+    """Refuse what cannot fit before the system starts to kill processes for it.
+
+    Counted are fp32 weights, gradients and two moments, and the logits of a step with their gradient.
+    """
+    with torch.device("meta"):
+        model = RecurrentModel(vocabulary_size, **asdict(config.model))
+    parameters = sum(p.numel() for p in model.parameters())
+    needed = 16 * parameters + 8 * batches.batch_size * batches.sequence_length * vocabulary_size
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise UsageError(
+            f"This needs at least {needed / 2**30:,.0f} GiB of memory ({parameters:,} parameters); "
+            f"there are {memory / 2**30:,.0f}.\n"
+            "Try a smaller --model.hidden-size, --model.num-layers, --data.batch-size or --data.sequence-length."
+        )
+
+
 def _make_directory(config: Config, corpus: str) -> Path:
     """A new directory `runs_dir/NAME`; an existing one is never touched."""
     stem = (
@@ -569,25 +595,42 @@ def _encoding_progress(console: Console) -> Iterator[Any]:
         yield progress
 
 
-@contextmanager
-def _signals(module: LanguageModule, say: Any) -> Iterator[None]:
+class _Signals(lightning.Callback):
     """Ctrl-C and SIGTERM end the run after the current step, saved; a second one ends it at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python handles signals in the main thread only
-        return
 
-    def request(number: int, frame: FrameType | None) -> None:
-        if module.stop_requested:
+    def __init__(self, module: LanguageModule, say: Callable[[str], None]) -> None:
+        self.module = module
+        self.say = say
+
+    def __enter__(self) -> _Signals:
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._take()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if _in_main_thread():
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Once more: Lightning has put its own answer to SIGTERM on top, which ends the program with code 0."""
+        self._take()
+
+    def _take(self) -> None:
+        if _in_main_thread():
+            for number in self._before:
+                signal.signal(number, self._request)
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if self.module.stop_requested:
             raise Interrupted("Ended at once. What was saved last is whole.")
-        module.stop_requested = True
-        say("Ending after this step; once more ends at once.")
+        self.module.stop_requested = True
+        self.say("Ending after this step; once more ends at once.")
 
-    before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+
+def _in_main_thread() -> bool:
+    """Python handles signals there only."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def _quieten_libraries() -> None:

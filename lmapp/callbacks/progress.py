@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -23,7 +24,7 @@ class ProgressDisplay(lightning.Callback):
         self.console = console
         self._bar: Progress | None = None
         self._shown = 0.0
-        self._loss: float | None = None
+        self._loss = math.nan
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Open the bar."""
@@ -48,7 +49,8 @@ class ProgressDisplay(lightning.Callback):
         """Show the step; a validation gets a line that stays."""
         assert isinstance(pl_module, LanguageModule) and pl_module.report is not None
         progress, loss = pl_module.progress, pl_module.report.loss
-        self._loss = loss if self._loss is None or loss != loss else 0.98 * self._loss + 0.02 * loss
+        if math.isfinite(loss):
+            self._loss = loss if math.isnan(self._loss) else 0.98 * self._loss + 0.02 * loss
         if progress.last is not None and progress.last["step"] == progress.step:
             better = " (best so far)" if progress.best == progress.last else ""
             self.console.print(

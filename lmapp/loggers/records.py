@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ class Records:
             self._files[name].write(text)
             self._files[name].flush()
         except OSError as error:
+            if name in self._files:
+                with suppress(OSError):  # what is left in its buffer cannot be written at closing either
+                    self._files.pop(name).close()
             raise LmappError(f"{self.directory / name} could not be written: {error.strerror or error}.") from error
 
     def append_json(self, name: str, record: Mapping[str, Any]) -> None:

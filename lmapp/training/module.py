@@ -166,9 +166,9 @@ class LanguageModule(lightning.LightningModule):
                 parameter.grad = None  # the optimiser passes over it: no update, no weight decay
         elif train.clip_value is not None:
             threshold = train.clip_value
-            largest = float(clipping.clip_by_value(gradients, threshold))
-            if largest > threshold:
-                kind, factor, norm = "clip", threshold / largest, largest
+            norm = float(clipping.clip_by_value(gradients, threshold))
+            if norm > threshold:
+                kind, factor = "clip", threshold / norm
         elif threshold is not None and norm > threshold:
             kind, factor = "clip", threshold / norm
             clipping.clip_by_norm(gradients, threshold, norm)

@@ -1,0 +1,123 @@
+"""The figures of a run: their names, and that they are means over exactly the steps since the last time."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lmapp
+from lmapp.callbacks.metrics import exp
+
+TRAIN = {
+    "train/loss", "train/perplexity", "train/bits_per_char", "train/chars_per_second", "train/learning_rate",
+    "train/characters", "train/seconds", "gradient/norm", "gradient/norm_clipped", "gradient/clip_fraction",
+    "gradient/nonfinite",
+}  # fmt: skip
+VALIDATION = {"val/loss", "val/perplexity", "val/bits_per_char", "val/bits_per_byte"}
+FIGURES = [
+    "half_life", "half_life_censored", "horizon", "horizon_censored", "lag_99", "lag_99_censored", "rate",
+    "at_truncation", "lost_share",
+]  # fmt: skip
+AXES = {"step", "characters", "seconds"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(directory: Path, text: str, **sections: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of a short run."""
+    (directory / "text.txt").write_text(text, encoding="utf-8")
+    options = {
+        "data": {
+            "path": [str(directory / "text.txt")],
+            "batch_size": 4,
+            "sequence_length": 16,
+            "cache_dir": str(directory / "cache"),
+            **sections.get("data", {}),
+        },
+        "model": {"cell": "lstm", "hidden_size": 16, **sections.get("model", {})},
+        "train": {"max_steps": 25, "val_every_steps": 10, "precision": "fp32", **sections.get("train", {})},
+        "gradients": {"every_steps": 10, "windows": 2, **sections.get("gradients", {})},
+        "logging": {"wandb": "disabled", "every_steps": 5, **sections.get("logging", {})},
+        "runs_dir": str(directory / "runs"),
+    }
+    path = lmapp.train(options, quiet=True).path / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def decay_names(layers: int, components: str) -> set[str]:
+    prefixes = ["decay"]
+    prefixes += [f"decay/layer{layer}/{part}" for layer in range(layers) for part in ("joint", *components)]
+    return {f"{prefix}/{figure}" for prefix in prefixes for figure in FIGURES}
+
+
+@pytest.mark.parametrize(("cell", "components", "layers"), [("lstm", "hc", 1), ("gru", "h", 2), ("vanilla", "h", 1)])
+def test_every_name_of_the_contract_is_logged_when_it_is_due_and_no_other(
+    tmp_path: Path, real_text: str, cell: str, components: str, layers: int
+) -> None:
+    lines = run(tmp_path, real_text[:8000], model={"cell": cell, "num_layers": layers})
+    assert [line["step"] for line in lines] == [0, 5, 10, 15, 20, 25]
+    decay = decay_names(layers, components)
+    totals = {"train/characters", "train/seconds"}
+    for line in lines:
+        names = set(line) - AXES
+        measured = {name for name in names if name.startswith("decay/")}
+        if line["step"] in (0, 10, 20, 25):
+            # At lag 0 nothing of an LSTM's c reaches the readout, so that its own curve may lack figures.
+            assert measured <= decay
+            assert {name for name in decay if "/c/" not in name} <= measured
+        else:
+            assert not measured
+        others = names - measured
+        if line["step"] == 0:
+            assert others == totals
+        else:
+            assert others == TRAIN | (VALIDATION if line["step"] in (10, 20, 25) else set())
+
+
+def test_figures_follow_from_one_another(tmp_path: Path, real_text: str) -> None:
+    for line in run(tmp_path, real_text[:8000], gradients={"every_steps": 0}):
+        assert line["train/perplexity"] == pytest.approx(math.exp(line["train/loss"]))
+        assert line["train/bits_per_char"] == pytest.approx(line["train/loss"] / math.log(2))
+        assert line["train/characters"] == line["characters"] == 64 * line["step"]
+        assert line["train/seconds"] == line["seconds"] > 0
+        if "val/loss" in line:
+            assert line["val/perplexity"] == pytest.approx(math.exp(line["val/loss"]))
+            assert line["val/bits_per_char"] == pytest.approx(line["val/loss"] / math.log(2))
+            assert line["val/bits_per_byte"] <= line["val/bits_per_char"]
+
+
+def test_a_mean_is_over_all_steps_since_the_last_time_weighted_by_characters(tmp_path: Path, real_text: str) -> None:
+    text = "".join(c for c in real_text if c.isascii())[:900]  # an epoch of 15 steps, the last one narrower
+    options: dict[str, Any] = {"data": {"val_fraction": 0}, "gradients": {"every_steps": 0}}
+    (tmp_path / "single").mkdir()
+    single = run(tmp_path / "single", text, logging={"every_steps": 1}, **options)
+    together = run(tmp_path, text, logging={"every_steps": 7}, **options)
+    assert [line["step"] for line in together] == [7, 14, 21, 25]
+    counted = [b["characters"] - a["characters"] for a, b in zip([{"characters": 0}, *single], single, strict=False)]
+    assert len(set(counted)) == 2
+    start = 0
+    for line in together:
+        steps = range(start, line["step"])
+        total = sum(counted[i] for i in steps)
+        mean = sum(single[i]["train/loss"] * counted[i] for i in steps) / total
+        assert line["train/loss"] == pytest.approx(mean, rel=1e-9)
+        norm = sum(single[i]["gradient/norm"] for i in steps) / len(steps)
+        assert line["gradient/norm"] == pytest.approx(norm, rel=1e-9)
+        before = together[together.index(line) - 1]["seconds"] if start else 0.0
+        assert line["train/chars_per_second"] == pytest.approx(total / (line["seconds"] - before), rel=1e-6)
+        start = line["step"]
+
+
+def test_a_loss_too_large_for_a_perplexity_is_infinite() -> None:
+    assert exp(1.0) == pytest.approx(math.e)
+    assert exp(708.0) < math.inf
+    assert exp(1e6) == math.inf
