@@ -7,10 +7,13 @@ torch's safe unpickler: opening a stranger's file runs nothing.
 
 from __future__ import annotations
 
+import difflib
 import os
 import pickle
+import sys
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +44,12 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
-        # torch reports a failed write of its archive as a RuntimeError.
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-        raise LmappError(
-            f"The checkpoint {path} could not be written: {reason}.\n"
-            "What was there before is whole. Free some space, then resume."
-        ) from error
+        whole = os.path.exists(path)
+        way_on = "The one before it is whole: make room, then resume." if whole else "There is none before it."
+        raise LmappError(f"The checkpoint {path} could not be written: {_reason(error)}.\n{way_on}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -66,9 +67,13 @@ def read(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive:
             # torch maps tensors straight from the archive: a flipped bit would go unnoticed without this.
             damaged = archive.testzip()
+            # Nor does it look at this bit, which makes torch take an entry for a directory, and its content for zeros.
+            damaged = damaged or next((e.filename for e in archive.infolist() if e.external_attr & 0x10), None)
         if damaged:
             raise CheckpointError(f"{path} is damaged (in {damaged}).")
         content = torch.load(path, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
     except FileNotFoundError:
         raise CheckpointError(f"There is no checkpoint {path}.") from None
     except pickle.UnpicklingError as error:
@@ -80,14 +85,60 @@ def read(path: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except (RuntimeError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path} is damaged: {str(error).splitlines()[0]}.") from None
+    except Exception as error:  # a damaged archive makes its readers raise nearly anything
+        raise CheckpointError(f"{path} is damaged: {_first_line(error)}.") from None
     if not isinstance(content, dict) or not isinstance(content.get("lmapp"), dict) or "state_dict" not in content:
         raise CheckpointError(f"{path} was not written by lmapp.")
     version = content["lmapp"].get("version")
     if version != VERSION:
         raise CheckpointError(f"{path} has checkpoint format {version}; this lmapp reads format {VERSION}.")
+    if not _is_complete(content["lmapp"]):
+        raise CheckpointError(f"{path} is no complete checkpoint of lmapp: a part is missing.")
+    _refuse_code(path, content["lmapp"])
     return content
+
+
+def _is_complete(saved: dict[str, Any]) -> bool:
+    match saved:
+        case {
+            "config": dict(),
+            "vocabulary": str(),
+            "corpus": {"name": str(), "key": str(), "fingerprint": str(), "facts": dict()},
+            "plan": {"precision": str(), "threads": int()},
+            "progress": {"step": int(), "state": str(), "best": _},
+            "states": _,
+            "random": dict(),
+            "records": dict(),
+            "wandb_id": _,
+        }:
+            return True
+    return False
+
+
+def _refuse_code(path: Path, saved: dict[str, Any]) -> None:
+    """A cell from outside lmapp is code that would be imported by its name: only what already is may be used."""
+    match saved:
+        case {"config": {"model": {"cell": str(cell)}}} if ":" in cell:
+            module = cell.partition(":")[0]
+            if module not in sys.modules and not module.startswith("lmapp."):
+                raise CheckpointError(
+                    f"{path} uses the cell {cell}, which is code from outside lmapp, so it was not opened.\n"
+                    f"If you trust it: import {module} in Python first, then lmapp.load."
+                )
+
+
+def _reason(error: Exception) -> str:
+    """Why a write failed: torch's archive writer covers the system's own error with a RuntimeError."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__context__
+    return _first_line(error)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
 
 
 def run_directory(name: str, runs_dir: str | Path) -> Path:
@@ -96,10 +147,12 @@ def run_directory(name: str, runs_dir: str | Path) -> Path:
     Raises:
         UsageError: there is no such run (with the nearest name).
     """
-    for place in (Path(name), Path(runs_dir) / name):
-        if (place / "checkpoints").is_dir() or (place / "config.yaml").is_file():
+    for place in _places(name, runs_dir):
+        if _is_run(place):
             return place
-    raise UsageError(f"There is no run {name}.{_nearest_run(name, Path(runs_dir))}")
+    if Path(name).is_file():
+        raise UsageError(f"{name} is a file, not a run: name the run or its directory.")
+    raise UsageError(f"There is no run {name!r}.{_nearest_run(name, Path(runs_dir))}")
 
 
 def resolve(name: str, runs_dir: str | Path) -> Path:
@@ -111,20 +164,28 @@ def resolve(name: str, runs_dir: str | Path) -> Path:
     """
     if Path(name).is_file():
         return Path(name)
-    for place in (Path(name), Path(runs_dir) / name):
-        if place.is_dir():
-            for file in (place / "checkpoints" / BEST, place / "checkpoints" / LAST):
-                if file.is_file():
-                    return file
+    for place in _places(name, runs_dir):
+        for file in (place / "checkpoints" / BEST, place / "checkpoints" / LAST):
+            if file.is_file():
+                return file
+        if _is_run(place):
             raise CheckpointError(f"The run {place} has no checkpoint yet.")
-    raise UsageError(f"There is no checkpoint or run {name}.{_nearest_run(name, Path(runs_dir))}")
+    raise UsageError(f"There is no checkpoint or run {name!r}.{_nearest_run(name, Path(runs_dir))}")
+
+
+def _places(name: str, runs_dir: str | Path) -> tuple[Path, ...]:
+    return (Path(name), Path(runs_dir) / name) if name else ()
+
+
+def _is_run(place: Path) -> bool:
+    return (place / "checkpoints").is_dir() or (place / "config.yaml").is_file()
 
 
 def _nearest_run(name: str, runs_dir: Path) -> str:
-    import difflib
-
-    runs = sorted(p.name for p in runs_dir.iterdir() if p.is_dir()) if runs_dir.is_dir() else []
+    runs = {p.name: p.stat().st_mtime for p in sorted(runs_dir.iterdir()) if _is_run(p)} if runs_dir.is_dir() else {}
     if not runs:
         return f" {runs_dir}/ holds no run."
-    close = difflib.get_close_matches(name, runs, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]}?" if close else f" The latest in {runs_dir}/ is {runs[-1]}."
+    close = difflib.get_close_matches(Path(name).name, runs, n=1, cutoff=0.5)
+    return (
+        f" Did you mean {close[0]}?" if close else f" The latest in {runs_dir}/ is {max(runs, key=lambda r: runs[r])}."
+    )

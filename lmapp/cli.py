@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-from cyclopts import App, ArgumentCollection, CycloptsError, Parameter
+from cyclopts import UNSET, App, ArgumentCollection, CycloptsError, Parameter
+from cyclopts.exceptions import CoercionError, MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
 from lmapp import config as configuration
 from lmapp.config import Config
@@ -20,7 +23,9 @@ app = App(
     name="lmapp",
     help="Train character-level recurrent language models on any text, and see what happens to their gradients.",
     version=version("lmapp"),
-    default_parameter=Parameter(negative=(), consume_multiple=True),
+    # A list takes at least one value; of an option that is repeated the last one counts.
+    default_parameter=Parameter(negative=(), consume_multiple=1, allow_repeating=True),
+    suppress_keyboard_interrupt=False,
     help_epilogue="`lmapp COMMAND --help` lists a command's options. `--debug` shows the traceback of an error.",
 )
 
@@ -39,24 +44,39 @@ def _collect(app: App, commands: tuple[str, ...], arguments: ArgumentCollection)
         return
     for argument in arguments:
         keys = argument.name.removeprefix("--").replace("-", "_").split(".")
+        if argument.tokens and keys[0] in configuration.SECTIONS and len(keys) == 1:
+            raise UsageError(f"--{keys[0]} is a section: name an option of it, as in lmapp train --help.")
         if not argument.tokens or tuple(keys) not in _OPTIONS:
             continue
         # A switch without a value has its meaning in the implicit value.
-        values = [token.value or token.implicit_value for token in argument.tokens]
+        values = [t.value if t.implicit_value is UNSET else t.implicit_value for t in argument.tokens]
         section = _given.setdefault(keys[0], {}) if len(keys) == 2 else _given
         section[keys[-1]] = values if keys[-1] in ("path", "tags") else values[-1]
         argument.tokens.clear()
 
 
 def _join_switches(words: Sequence[str]) -> list[str]:
-    """`--data.shrink false` as `--data.shrink=false`: cyclopts' switches take no word of their own."""
+    """`--data.shrink false` as `--data.shrink=false`: cyclopts' switches take no word of their own.
+
+    Raises:
+        UsageError: the word says neither true nor false.
+    """
     joined: list[str] = []
     for word in words:
-        if joined and joined[-1].replace("_", "-") in _SWITCHES and word.lower() in configuration.BOOLEANS:
+        if joined and joined[-1].replace("_", "-") in _SWITCHES and not word.startswith("-") and not _is_config(word):
             joined[-1] += f"={word}"
         else:
             joined.append(word)
+    for word in joined:
+        name, equals, value = word.partition("=")
+        if equals and name.replace("_", "-") in _SWITCHES:
+            section, option = name.removeprefix("--").split(".")
+            configuration.build({section: {option: value}})
     return joined
+
+
+def _is_config(word: str) -> bool:
+    return word.endswith((".yaml", ".yml"))
 
 
 _OPTIONS = set(configuration.option_names())
@@ -68,15 +88,33 @@ def _whole_number(kind: Any, tokens: Sequence[Any]) -> int:
     try:
         return int(tokens[0].value)
     except ValueError:
-        raise ValueError(f"a whole number is needed, not {tokens[0].value!r}.") from None
+        raise ValueError(f"a whole number, not {tokens[0].value!r}.") from None
+
+
+def _number(kind: Any, tokens: Sequence[Any]) -> float:
+    try:
+        return float(tokens[0].value)
+    except ValueError:
+        raise ValueError(f"a number, not {tokens[0].value!r}.") from None
+
+
+def _text(kind: Any, tokens: Sequence[Any]) -> str:
+    if not tokens[0].value:
+        raise ValueError("a text, not ''.")
+    return tokens[0].value
 
 
 Integer = Annotated[int, Parameter(converter=_whole_number)]
-Json = Annotated[bool, Parameter(help="Print one JSON document and nothing else.")]
-RunsDir = Annotated[str, Parameter(help="Where runs are looked up by name.")]
+Number = Annotated[float, Parameter(converter=_number)]
+# A text may begin with a hyphen, as a line of dialogue does.
+Prompt = Annotated[str, Parameter(allow_leading_hyphen=True)]
+Json = Annotated[bool, Parameter(name="--json", help="Print one JSON document and nothing else.")]
+RunsDir = Annotated[str, Parameter(converter=_text, help="Where runs are looked up by name.")]
 DataPath = Annotated[list[str] | None, Parameter(name="--data.path", help="Files or globs of text to use.")]
-Corpus = Annotated[str | None, Parameter(name="--data.corpus", help="A named corpus to use.")]
-CacheDir = Annotated[str | None, Parameter(name="--data.cache-dir", help="Where encoded text is kept.")]
+Corpus = Annotated[str | None, Parameter(name="--data.corpus", converter=_text, help="A named corpus to use.")]
+CacheDir = Annotated[
+    str | None, Parameter(name="--data.cache-dir", converter=_text, help="Where encoded text is kept.")
+]
 
 
 @app.command
@@ -100,9 +138,11 @@ def train(
 
         start(resume=resume, runs_dir=runs_dir, changes=given)
         return
-    misplaced = [path for path in given.get("data", {}).get("path", []) if path.endswith((".yaml", ".yml"))]
-    if misplaced:
+    taken = [*given.get("data", {}).get("path", []), *given.get("logging", {}).get("tags", [])]
+    if misplaced := [word for word in taken if _is_config(word)]:
         raise UsageError(f"{misplaced[0]} is a configuration, not text: put it before the options.")
+    if {"path", "corpus"} <= given.get("data", {}).keys():
+        raise UsageError("--data.path and --data.corpus exclude each other: train on files or on a named corpus.")
     options: dict[str, Any] = {}
     for path in configs:
         content = configuration.read_yaml(path)
@@ -118,16 +158,16 @@ def train(
 def generate(
     checkpoint: str,
     *,
-    prompt: str = "",
+    prompt: Prompt = "",
     length: Integer = 500,
-    temperature: float = 1.0,
+    temperature: Number = 1.0,
     top_k: Integer | None = None,
-    top_p: float | None = None,
+    top_p: Number | None = None,
     stop: list[str] | None = None,
     samples: Integer = 1,
     seed: Integer | None = None,
     runs_dir: RunsDir = "runs",
-    json_: Annotated[bool, Parameter(name="--json", help="Print one JSON document and nothing else.")] = False,
+    json_: Json = False,
 ) -> None:
     """Write text, as it is drawn.
 
@@ -155,16 +195,16 @@ def generate(
         texts = model.samples(samples, prompt, length, sampling=sampling, stop=stops, seed=seed)
         _print_json({"checkpoint": str(model.path), "step": model.step, "seed": seed, "prompt": prompt, "texts": texts})
     elif samples == 1:
-        sys.stdout.write(prompt)
-        for piece in model.stream(prompt, length, sampling=sampling, stop=stops, seed=seed):
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
+        pieces = model.stream(prompt, length, sampling=sampling, stop=stops, seed=seed)
+        print(prompt + next(pieces, ""), end="", flush=True)  # a prompt that is refused is not printed
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print()
     else:
         for number, text in enumerate(
             model.samples(samples, prompt, length, sampling=sampling, stop=stops, seed=seed), 1
         ):
-            sys.stdout.write(f"--- {number} ---\n{prompt}{text}\n")
+            print(f"--- {number} ---\n{prompt}{text}")
 
 
 @app.command
@@ -175,7 +215,7 @@ def evaluate(
     corpus: Corpus = None,
     cache_dir: CacheDir = None,
     runs_dir: RunsDir = "runs",
-    json_: Annotated[bool, Parameter(name="--json", help="Print one JSON document and nothing else.")] = False,
+    json_: Json = False,
 ) -> None:
     """Loss, perplexity and bits per character of a text, by default the run's own validation split.
 
@@ -207,7 +247,7 @@ def gradients(
     png: str = "gradients.png",
     cache_dir: CacheDir = None,
     runs_dir: RunsDir = "runs",
-    json_: Annotated[bool, Parameter(name="--json", help="Print one JSON document and nothing else.")] = False,
+    json_: Json = False,
 ) -> None:
     """How far back the gradient of one or several checkpoints reaches: figures and a picture.
 
@@ -223,6 +263,8 @@ def gradients(
         raise UsageError(f"--max-lag is a whole number at least 2, not {max_lag}.")
     if windows < 1:
         raise UsageError(f"--windows is a whole number at least 1, not {windows}.")
+    if not Path(png).name:
+        raise UsageError(f"--png is the name of a file to write, not {png!r}.")
     from lmapp import laboratory
 
     measured = laboratory.measure_checkpoints(
@@ -250,7 +292,7 @@ def gradients(
 def compare(
     *runs: str,
     runs_dir: RunsDir = "runs",
-    json_: Annotated[bool, Parameter(name="--json", help="Print one JSON document and nothing else.")] = False,
+    json_: Json = False,
 ) -> None:
     """Runs side by side: what differs in their configurations and how they came out.
 
@@ -275,7 +317,16 @@ def compare(
 
 
 def _print_json(document: Any) -> None:
-    print(json.dumps(document, ensure_ascii=False, indent=1))
+    print(json.dumps(_finite(document), ensure_ascii=False, indent=1, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """`value` with every non-finite number as a text, "inf", "-inf" or "nan": JSON has no spelling for them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _fail(message: str, code: int) -> NoReturn:
@@ -283,18 +334,40 @@ def _fail(message: str, code: int) -> NoReturn:
     raise SystemExit(code)
 
 
+def _explain(error: CycloptsError) -> str:
+    """A wrong command line in one line, in the words that `config` has for the same."""
+    command = " ".join(["lmapp", *(error.command_chain or ())])
+    if isinstance(error, UnknownOptionError):
+        option = (error.token.keyword or error.token.value).partition("=")[0]
+        known = [name for argument in error.argument_collection for name in argument.names]
+        return f"There is no option {option}.{configuration.nearest_option(option, known)}"
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        if error.keyword is None and error.argument.field_info.is_positional:
+            what = error.argument.name.removeprefix("--")
+            return f"{command} needs a {what}; name it first: {command} {what.upper()} --option …"
+        return f"{error.keyword or error.argument.name} needs a value."
+    if isinstance(error, UnusedCliTokensError):
+        return f"{command} does not know what to do with {' '.join(error.unused_tokens or ())}."
+    if isinstance(error, CoercionError) and error.msg is not None and error.token is not None:
+        return f"{error.token.keyword} is {error.msg}"
+    return " ".join(str(error).split())
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command that the arguments name; an error a user can cause is at most three lines on standard error."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
-    words = _join_switches([word for word in words if word != "--debug"])
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character ends nothing
     try:
+        words = _join_switches([word for word in words if word != "--debug"])
         app(words, exit_on_error=False, print_error=False)
-        sys.stdout.flush()
+        print(end="", flush=True)  # so that what goes wrong with it goes wrong here
     except CycloptsError as error:
         if debug:
             raise
-        _fail(" ".join(str(error).split()), 2)
+        _fail(_explain(error), 2)
     except LmappError as error:
         if debug:
             raise
@@ -307,8 +380,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # The reader of the pipe has gone: nobody is left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
-    except MemoryError:
-        if debug:
+    except (MemoryError, RuntimeError) as error:
+        # torch has no type of its own for memory that the system refuses.
+        refused = isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error)
+        if debug or not refused:
             raise
         _fail("Out of memory. Try a smaller --model.hidden-size, --data.batch-size or --data.sequence-length.", 1)
     except OSError as error:

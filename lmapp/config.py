@@ -33,17 +33,19 @@ class Bounds:
     def __str__(self) -> str:
         parts = []
         if self.low != float("-inf"):
-            parts.append(f"{'more than' if self.open_low else 'at least'} {self.low:g}")
+            parts.append(f"{'more than' if self.open_low else 'at least'} {self.low:.12g}")
         if self.high != float("inf"):
-            parts.append(f"{'less than' if self.open_high else 'at most'} {self.high:g}")
+            parts.append(f"{'less than' if self.open_high else 'at most'} {self.high:.12g}")
         return " and ".join(parts)
 
 
 BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 """How true and false may be written."""
 
+Text = Annotated[str, Bounds(low=1)]  # of its length
 Count = Annotated[int, Bounds(low=1)]
 Steps = Annotated[int, Bounds(low=0)]
+Seed = Annotated[int, Bounds(low=0, high=2**32 - 1)]
 Positive = Annotated[float, Bounds(low=0, open_low=True)]
 NonNegative = Annotated[float, Bounds(low=0)]
 Fraction = Annotated[float, Bounds(low=0, high=1, open_high=True)]
@@ -53,9 +55,9 @@ Fraction = Annotated[float, Bounds(low=0, high=1, open_high=True)]
 class DataConfig:
     """The text and how it is cut into batches."""
 
-    path: list[str] = field(default_factory=list)
+    path: list[Text] = field(default_factory=list)
     """Text files or globs (.txt, .gz, .jsonl, …). Without one, the named corpus is used."""
-    corpus: str = "shakespeare"
+    corpus: Text = "shakespeare"
     """A named corpus: shakespeare or tiny_shakespeare (see data/README.md)."""
     batch_size: Count = 32
     """B, the rows of text read side by side."""
@@ -65,15 +67,15 @@ class DataConfig:
     """Share of the text, from its end, for validation; 0 for none. By default a tenth, at most 1,000,000 characters."""
     test_fraction: Fraction = 0.0
     """Share of the text, from its very end, kept for a final test."""
-    encoding: str = "utf-8"
+    encoding: Text = "utf-8"
     """How the files' bytes are to be read."""
     separator: str | None = None
     """Put between files and records. By default as many newlines as make one blank line."""
-    column: str = "text"
+    column: Text = "text"
     """The column of .jsonl files that holds the text."""
     byte_fallback: Literal["auto", "true", "false"] = "auto"
     """Add 256 byte symbols, so that any character has a probability. auto: if validation holds an unseen character."""
-    cache_dir: str = "data/cache"
+    cache_dir: Text = "data/cache"
     """Where corpora and their encoded form are kept."""
     shrink: bool = True
     """Let batch_size and sequence_length shrink (and say so) for a text too short for them."""
@@ -83,13 +85,13 @@ class DataConfig:
 class ModelConfig:
     """The network."""
 
-    cell: str = "gru"
+    cell: Text = "gru"
     """vanilla, lstm or gru."""
-    hidden_size: Count = 512
+    hidden_size: Annotated[int, Bounds(low=1, high=1_000_000)] = 512
     """H, the units of each layer."""
-    num_layers: Count = 1
+    num_layers: Annotated[int, Bounds(low=1, high=1_000)] = 1
     """L, the layers stacked."""
-    embedding_size: Steps = 0
+    embedding_size: Annotated[int, Bounds(low=0, high=1_000_000)] = 0
     """Width of the character embedding; 0 means one-hot."""
     activation: Literal["tanh", "relu", "sigmoid", "identity"] = "tanh"
     """Of the vanilla cell."""
@@ -157,11 +159,11 @@ class LoggingConfig:
 
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto: online when a key is configured, else offline."""
-    project: str = "lmapp"
+    project: Text = "lmapp"
     """W&B project."""
-    group: str | None = None
+    group: Text | None = None
     """W&B group, for runs that are to be compared."""
-    tags: list[str] = field(default_factory=list)
+    tags: list[Text] = field(default_factory=list)
     """W&B tags."""
     every_steps: Count = 20
     """Write training figures so often."""
@@ -176,17 +178,19 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     gradients: GradientsConfig = field(default_factory=GradientsConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    name: str | None = None
+    name: Text | None = None
     """Name of the run; by default made from corpus, cell and time."""
-    runs_dir: str = "runs"
+    runs_dir: Text = "runs"
     """Where runs are kept."""
-    seed: Steps = 1
+    seed: Seed = 1
     """Of the initial weights, dropout, probe windows and samples."""
 
     def as_dict(self) -> dict[str, Any]:
         """The whole configuration as nested dicts of primitives."""
         return asdict(self)
 
+
+SECTIONS = tuple(name for name, hint in get_type_hints(Config).items() if is_dataclass(hint))
 
 # Only these may change when a run goes on: they touch neither the data, nor the model, nor a step's arithmetic.
 RESUMABLE = frozenset(
@@ -211,35 +215,86 @@ def option_name(keys: Sequence[str]) -> str:
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """A configuration file as nested dicts, unchecked.
 
+    A section with nothing in it is left out.
+
     Raises:
-        UsageError: the file is missing, unreadable, not YAML, or not a mapping.
+        UsageError: the file is missing, unreadable, not YAML, not a mapping, or gives an option twice.
     """
     import yaml
 
+    # A text given in place of a configuration is the likeliest mistake.
+    hint = "" if Path(path).suffix in (".yaml", ".yml") else f"\nIf it is text to train on: --data.path {path}"
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        twice = _repeated(yaml.compose(text, yaml.SafeLoader))
     except FileNotFoundError:
-        raise UsageError(f"There is no configuration file {path}.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"The configuration file {path} cannot be read: {error}.") from None
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        place = f", line {where.line + 1}, column {where.column + 1}" if where else ""
-        raise UsageError(f"{path}{place}: not valid YAML ({getattr(error, 'problem', error)}).") from None
+        raise UsageError(f"There is no configuration file {path}.{hint}") from None
+    except OSError as error:
+        raise UsageError(f"The configuration file {path} cannot be read: {error.strerror or error}.") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}, byte {error.start}: a configuration is UTF-8 text, this is not.{hint}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = " ".join((getattr(error, "problem", None) or str(error)).split())
+        raise UsageError(f"{path}{place}: not valid YAML ({problem}).{hint}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise UsageError(f"{path}: a configuration is a mapping of sections, this is a {type(content).__name__}.")
-    return content
+        raise UsageError(f"{path}: a configuration is a mapping of sections, this is a {type(content).__name__}.{hint}")
+    if twice is not None:
+        raise UsageError(f"{path}, line {twice.start_mark.line + 1}: {twice.value} is given twice.")
+    return {key: value for key, value in content.items() if value is not None or _plain(key) not in SECTIONS}
+
+
+def _repeated(node: Any) -> Any:
+    """The first key of a mapping of sections that repeats one before it: YAML itself would drop the earlier."""
+    seen = set()
+    for key, value in node.value if node is not None and node.tag.endswith(":map") else ():
+        name = _plain(key.value)
+        if name in seen:
+            return key
+        seen.add(name)
+        if name in SECTIONS and (below := _repeated(value)) is not None:
+            return below
+    return None
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with every option of `over` put in its place; sections are merged, options replaced."""
+    """`base` with every option of `over` put in its place; sections are merged, options replaced.
+
+    A corpus that `over` names takes the place of the files that `base` names.
+    """
+    base, over = _canonical(base), _canonical(over)
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
-        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        both = isinstance(below, Mapping) and isinstance(value, Mapping)
+        merged[key] = {**below, **value} if both else value  # type: ignore[dict-item]
+    named = over.get("data")
+    if isinstance(named, Mapping) and "corpus" in named and "path" not in named and merged["data"].get("path"):
+        merged["data"]["path"] = []
     return merged
+
+
+def _canonical(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The same options under the fields' own names: `batch-size` may be written for `batch_size`.
+
+    Raises:
+        UsageError: an option is there under both spellings.
+    """
+    found: dict[str, Any] = {}
+    for key, value in options.items():
+        name = _plain(key)
+        if name in found:
+            raise UsageError(f"{name} is given twice, as {name} and as {name.replace('_', '-')}.")
+        found[name] = _canonical(value) if name in SECTIONS and isinstance(value, Mapping) else value
+    return found
+
+
+def _plain(key: Any) -> str:
+    return str(key).replace("-", "_")
 
 
 def build(options: Mapping[str, Any], *, source: str | None = None) -> Config:
@@ -252,6 +307,7 @@ def build(options: Mapping[str, Any], *, source: str | None = None) -> Config:
     Raises:
         UsageError: an unknown option (with the nearest right name) or a value that is not allowed.
     """
+    options = _canonical(options)
     config = _build(Config, options, (), f"{source}: " if source else "")
     train = config.train
     if train.clip_value is not None and "clip_norm" not in options.get("train", {}):
@@ -295,6 +351,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]}?" if close else ""
 
 
+def nearest_option(option: str, known: Iterable[str]) -> str:
+    """` Did you mean --X?` for an option misspelt or put into another section, else an empty string."""
+
+    def last(name: str) -> str:
+        return name.lstrip("-").rpartition(".")[2]
+
+    known = list(known)
+    close = difflib.get_close_matches(last(option), sorted({last(name) for name in known}), n=1, cutoff=0.6)
+    alike = [name for name in known if last(name) in close]
+    best = max(alike, key=lambda name: difflib.SequenceMatcher(None, option, name).ratio(), default=None)
+    return f" Did you mean {best}?" if best else ""
+
+
 def _get(config: Config, keys: Sequence[str]) -> Any:
     value: Any = config
     for key in keys:
@@ -306,14 +375,12 @@ def _build(cls: Any, options: Mapping[str, Any], keys: tuple[str, ...], source: 
     hints = get_type_hints(cls, include_extras=True)
     known = {f.name for f in fields(cls)}
     values = {}
-    for key, value in options.items():
-        name = str(key).replace("-", "_")
+    for name, value in options.items():
         path = (*keys, name)
+        if name not in known and isinstance(value, Mapping) and not keys:
+            raise UsageError(f"{source}There is no section {name}.{nearest(name, SECTIONS)}")
         if name not in known:
-            # The option may exist in another section: then that is the nearest name.
-            everywhere = [option_name(k) for k in option_names()]
-            elsewhere = [option_name(k) for k in option_names() if k[-1] == name]
-            close = f" Did you mean {elsewhere[0]}?" if elsewhere else nearest(option_name(path), everywhere)
+            close = nearest_option(option_name(path), map(option_name, option_names()))
             raise UsageError(f"{source}There is no option {option_name(path)}.{close}")
         if is_dataclass(hints[name]):
             if not isinstance(value, Mapping):
@@ -333,10 +400,10 @@ def _convert(hint: Any, value: Any, keys: tuple[str, ...], source: str) -> Any:
 
     bounds = Bounds()
     if get_origin(hint) in (Union, types.UnionType):
-        inner = [h for h in get_args(hint) if h is not type(None)]
-        if value is None or (isinstance(value, str) and value.lower() in ("none", "null") and inner[0] is not str):
+        (hint,) = [h for h in get_args(hint) if h is not type(None)]
+        is_text = str in (hint, *get_args(hint))  # there, "none" is a text like any other
+        if value is None or (isinstance(value, str) and value.lower() in ("none", "null") and not is_text):
             return None
-        hint = inner[0]
     if get_origin(hint) is Annotated:
         hint, bounds = get_args(hint)
     if get_origin(hint) is Literal:
@@ -349,7 +416,7 @@ def _convert(hint: Any, value: Any, keys: tuple[str, ...], source: str) -> Any:
         return text
     if get_origin(hint) is list:
         items = [value] if isinstance(value, str | Path) else value
-        if not isinstance(items, list | tuple) or not all(isinstance(i, str | Path) for i in items):
+        if not isinstance(items, list | tuple) or not all(isinstance(i, str | Path) and str(i) for i in items):
             raise refuse("a text or a list of them")
         return [str(i) for i in items]
     if hint is bool:
@@ -376,7 +443,7 @@ def _convert(hint: Any, value: Any, keys: tuple[str, ...], source: str) -> Any:
             raise refuse(kind)
         return number
     if hint is str:
-        if not isinstance(value, str | Path):
+        if not isinstance(value, str | Path) or len(str(value)) not in bounds:
             raise refuse("a text")
         return str(value)
     raise LmappError(f"{option} has an annotation that cannot be read: {hint}")
