@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -18,6 +17,7 @@ from cyclopts.exceptions import CoercionError, MissingArgumentError, UnknownOpti
 from lmapp import config as configuration
 from lmapp.config import Config
 from lmapp.errors import LmappError, UsageError
+from lmapp.jsonable import jsonable
 
 app = App(
     name="lmapp",
@@ -317,16 +317,7 @@ def compare(
 
 
 def _print_json(document: Any) -> None:
-    print(json.dumps(_finite(document), ensure_ascii=False, indent=1, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    """`value` with every non-finite number as a text, "inf", "-inf" or "nan": JSON has no spelling for them."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+    print(json.dumps(jsonable(document), ensure_ascii=False, indent=1, allow_nan=False))
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -319,6 +319,8 @@ def build(options: Mapping[str, Any], *, source: str | None = None) -> Config:
         raise UsageError(
             "--data.val-fraction and --data.test-fraction leave nothing to train on: their sum must stay below 1."
         )
+    if train.momentum and train.optimizer not in ("sgd", "rmsprop"):
+        raise UsageError(f"--train.momentum is an option of sgd and rmsprop; --train.optimizer is {train.optimizer}.")
     if config.model.activation != "tanh" and config.model.cell != "vanilla":
         raise UsageError(f"--model.activation is an option of the vanilla cell; --model.cell is {config.model.cell}.")
     return config

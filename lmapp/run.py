@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -89,7 +91,7 @@ def train(
         LmappError: the text cannot be had, the disk is full, the gradients stay non-finite.
         Interrupted: by Ctrl-C; the run is saved.
     """
-    console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+    console = _Console(quiet=quiet, highlight=False, soft_wrap=True)
     if resume is not None:
         return _resume(resume, runs_dir, changes or {}, console)
     if isinstance(source, Config):
@@ -127,8 +129,8 @@ def _resume(name: str, runs_dir: str, changes: Mapping[str, Any], console: Conso
             f"The run {directory} is finished (step {saved['progress']['step']:,}).\n"
             "Give it a higher limit to go on: --train.max-steps, --train.max-minutes or --train.max-epochs."
         )
-    best = saved["progress"]["best"]
-    if best is not None and best["step"] == saved["progress"]["step"]:
+    best, validates = saved["progress"]["best"], saved["corpus"]["facts"]["validation_characters"] > 0
+    if not validates or (best is not None and best["step"] == saved["progress"]["step"]):
         keep_as_best(last)  # it may have been killed between writing the two
     return _Assembly(config, console, directory=directory, saved=saved, replan=replan).run()
 
@@ -156,19 +158,27 @@ class _Assembly:
         _quieten_libraries()
         config, saved = self.config, self.saved
         cells.find(config.model.cell)
+        if self.directory is None:
+            _check_name(config)
         device = _device(config.train.device)
         if saved:
             torch.set_num_threads(saved["plan"]["threads"])
         data = self._open_data()
-        corpus, batches = data.corpus, data.train_dataloader()
-        assert corpus is not None
-        _check_memory(config, len(data.vocabulary), batches)
+        _check_memory(config, len(data.vocabulary), data.train_dataloader())
         torch.manual_seed(config.seed)
-        model = RecurrentModel(len(data.vocabulary), **asdict(config.model))
+        model = RecurrentModel(len(data.vocabulary), **asdict(config.model)).to(device)
         precision = saved["plan"]["precision"] if saved else _precision(config.train.precision, device)
         model.compute_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
         if self.directory is None:
             self.directory = _make_directory(config, data.corpus_name)
+        with _sole_writer(self.directory):
+            return self._train(data, model, precision, device, self.directory)
+
+    def _train(
+        self, data: TextDataModule, model: RecurrentModel, precision: str, device: torch.device, directory: Path
+    ) -> Run:
+        config, saved, corpus, batches = self.config, self.saved, data.corpus, data.train_dataloader()
+        assert corpus is not None
         self.extras: dict[str, Any] = {
             "version": checkpoint.VERSION,
             "config": config.as_dict(),
@@ -192,10 +202,10 @@ class _Assembly:
         module = LanguageModule(model, config, len(batches), self.extras)
         if saved and self.replan:
             module.new_total = self._new_total(saved["progress"], len(batches))
-        records = Records(self.directory)
+        records = Records(directory)
         if saved:
             for name in records.cut_back(saved["records"]):
-                self._say(f"{self.directory / name} lacks lines that the checkpoint knows of.")
+                self._say(f"{directory / name} lacks lines that the checkpoint knows of.")
         probe = self._probe(data, records)
         self._describe(data, module)
         wandb_run, written = self._open_wandb(data)
@@ -218,7 +228,7 @@ class _Assembly:
             num_sanity_val_steps=0,
             log_every_n_steps=1,
         )
-        last = self.directory / "checkpoints" / checkpoint.LAST
+        last = directory / "checkpoints" / checkpoint.LAST
         try:
             with signals:
                 trainer.fit(module, datamodule=data, ckpt_path=last if saved else None, weights_only=True)
@@ -536,6 +546,8 @@ def _check_memory(config: Config, vocabulary_size: int, batches: RowBatches) -> 
 
     Counted are fp32 weights, gradients and two moments, and the logits of a step with their gradient.
     """
+    if not hasattr(os, "sysconf"):  # a system that does not say how much it has
+        return
     with torch.device("meta"):
         model = RecurrentModel(vocabulary_size, **asdict(config.model))
     parameters = sum(p.numel() for p in model.parameters())
@@ -549,34 +561,76 @@ def _check_memory(config: Config, vocabulary_size: int, batches: RowBatches) -> 
         )
 
 
+def _check_name(config: Config) -> None:
+    """Refuse a name that is taken or cannot be one, before any work is done for it."""
+    name = config.name
+    if name is None:
+        return
+    if name in (".", "..") or name.startswith("-") or "/" in name or os.sep in name or not name.isprintable():
+        raise UsageError(
+            f"--name is a plain name, not {name!r}: no path (the place is --runs-dir), no hyphen at its start."
+        )
+    directory = Path(config.runs_dir) / name
+    if directory.exists():
+        raise UsageError(
+            f"The run {directory} exists and is not overwritten.\n"
+            f"Choose another --name, or go on with it: lmapp train --resume {_name(directory, config)}"
+        )
+
+
 def _make_directory(config: Config, corpus: str) -> Path:
     """A new directory `runs_dir/NAME`; an existing one is never touched."""
-    stem = (
-        config.name or f"{re.sub(r'[^A-Za-z0-9._-]+', '-', corpus)}-{config.model.cell}-{datetime.now():%Y%m%d-%H%M%S}"
-    )
-    if config.name and (config.name in (".", "..") or "/" in config.name or os.sep in config.name):
-        raise UsageError(f"--name is a name, not a path: {config.name!r}. The place is --runs-dir.")
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", corpus).strip("-.") or "text"
+    cell = config.model.cell.rpartition(":")[2]
+    stem = config.name or f"{plain}-{cell}-{datetime.now():%Y%m%d-%H%M%S}"
     parent = Path(config.runs_dir)
-    try:
-        for attempt in range(100):
-            directory = parent / (stem if attempt == 0 else f"{stem}-{attempt + 1}")
-            try:
-                directory.mkdir(parents=True)
-            except FileExistsError:
-                if config.name:
-                    raise UsageError(
-                        f"The run {directory} exists and is not overwritten.\nChoose another --name, or go on with it: "
-                        f"lmapp train --resume {config.name}"
-                    ) from None
-                continue
+    for attempt in range(100):
+        directory = parent / (stem if attempt == 0 else f"{stem}-{attempt + 1}")
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError:
+            _check_name(config)
+            continue
+        except OSError as error:
+            raise LmappError(f"{directory} cannot be made: {error.strerror or error}.") from None
+        try:
             (directory / "checkpoints").mkdir()
             # Complete and usable as input, so without the name that is taken now.
             text = yaml.safe_dump(replace(config, name=None).as_dict(), sort_keys=False, allow_unicode=True)
             (directory / "config.yaml").write_text(text, encoding="utf-8")
-            return directory
-    except OSError as error:
-        raise LmappError(f"{parent / stem} cannot be made: {error.strerror or error}.") from None
+        except OSError as error:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise LmappError(f"{directory} cannot be written: {error.strerror or error}.") from None
+        return directory
     raise LmappError(f"{parent} holds a hundred runs named {stem} already.")
+
+
+@contextmanager
+def _sole_writer(directory: Path) -> Iterator[None]:
+    """Hold a run's directory, so that no second process writes into it; a killed process holds nothing.
+
+    Raises:
+        UsageError: another process holds it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system
+        yield
+        return
+    with open(directory / ".lock", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(f"The run {directory} is being trained by another process.") from None
+        yield
+
+
+class _Console(Console):
+    """A console whose reader may go away: training goes on without it."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

@@ -331,7 +331,7 @@ def test_a_file_is_named() -> None:
 def test_every_number_is_taken_up_to_its_bounds(keys: tuple[str, ...], kind: type, bounds: Bounds) -> None:
     def taken(value: float) -> bool:
         try:
-            build(nested(keys, kind(value)))
+            build(merge({"train": {"optimizer": "sgd"}}, nested(keys, kind(value))))
         except UsageError:
             return False
         return True

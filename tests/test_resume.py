@@ -76,14 +76,6 @@ def assert_same(expected: Any, got: Any, where: str = "") -> None:
         assert expected == got, where
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_resumed_from_any_step_of_three_epochs(tmp_path: Path, real_text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut after each step that is saved, epoch ends and the steps around them among them."""
     config = make_config(tmp_path, real_text[:900], "run", max_steps=34, val_every_steps=1)
@@ -172,3 +164,20 @@ def test_a_changed_text_is_noticed(tmp_path: Path, real_text: str) -> None:
     (tmp_path / "text.txt").write_text(real_text[1000:3000])
     with pytest.raises(lmapp.errors.LmappError, match="changed since"):
         lmapp.train(resume="run", runs_dir=config["runs_dir"], changes={"train": {"max_steps": 8}}, quiet=True)
+
+
+def test_a_run_has_one_writer(tmp_path: Path, real_text: str) -> None:
+    config = make_config(tmp_path, real_text[:2000], "run", max_steps=4)
+    lmapp.train(config, quiet=True)
+    before = (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes()
+    holder = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); input()"
+    lock = str(tmp_path / "runs" / "run" / ".lock")
+    with subprocess.Popen([sys.executable, "-c", holder, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        changes = {"train": {"max_steps": 8}}
+        with pytest.raises(UsageError, match="another process"):
+            lmapp.train(resume="run", runs_dir=config["runs_dir"], changes=changes, quiet=True)
+        other.kill()
+    assert (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes() == before
+    lmapp.train(resume="run", runs_dir=config["runs_dir"], changes=changes, quiet=True)

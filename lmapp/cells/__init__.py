@@ -31,6 +31,11 @@ def find(name: str) -> type[Cell]:
         raise UsageError(f"--model.cell: no cell is called {name!r}.{hint}\nKnown: {', '.join(CELLS)}.")
     module_name, _, class_name = path.partition(":")
     try:
-        return getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UsageError(f"--model.cell: {path!r} cannot be imported ({error}).") from error
+    from lmapp.cells.protocol import Cell
+
+    if not (isinstance(found, type) and issubclass(found, Cell) and found.step is not Cell.step):
+        raise UsageError(f"--model.cell: {path!r} is no cell: it does not implement lmapp.cells.protocol.Cell.")
+    return found

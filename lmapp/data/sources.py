@@ -187,7 +187,7 @@ def _codec(encoding: str) -> str:
     except (LookupError, ValueError, TypeError):
         pass
     known = sorted({*aliases, *aliases.values(), "latin-1", "utf-8", "utf-16"})
-    near = difflib.get_close_matches(encoding.lower(), known, n=1)
+    near = difflib.get_close_matches(encoding.lower(), [name for name in known if name != encoding.lower()], n=1)
     hint = f"Did you mean {near[0]}?" if near else "Python's names are meant: utf-8, latin-1, cp1252, utf-16, gb18030 …"
     raise UsageError(f"--data.encoding: there is no text encoding {encoding!r}.\n{hint}")
 

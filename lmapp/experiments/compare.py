@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lmapp.experiments.history import History, Record
+from lmapp.jsonable import jsonable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -79,13 +80,12 @@ class Comparison:
 
     def as_dict(self) -> Record:
         """As JSON can hold it: {"runs": [… one dictionary a run, its options under "differences" …]}."""
-        return {
-            "runs": [
-                {name: _json_number(value) for name, value in asdict(row).items()}
-                | {"differences": {key: _json_number(values[number]) for key, values in self.differences.items()}}
-                for number, row in enumerate(self.rows)
-            ]
-        }
+        options = [
+            {key: values[number] for key, values in self.differences.items()} for number in range(len(self.rows))
+        ]
+        return jsonable(
+            {"runs": [asdict(row) | {"differences": own} for row, own in zip(self.rows, options, strict=True)]}
+        )
 
     def tables(self, width: int = 80) -> list["Table"]:
         """For a terminal: results, cost and gradients, and the options that differ; one row a run in each.
@@ -242,10 +242,6 @@ def _flatten(config: Record, prefix: str = "") -> Record:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def _json_number(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _number(value: float | None, form: str) -> str:

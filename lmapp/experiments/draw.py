@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -126,5 +127,6 @@ def _save(figure: "Figure", path: Path) -> None:
         figure.savefig(temporary, format="png")
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise LmappError(f"{path} could not be written: {error.strerror or error}.") from error

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from lmapp.errors import LmappError
+from lmapp.errors import LmappError, UsageError
 
 Record = dict[str, Any]
 
@@ -54,7 +54,7 @@ class History:
 
     @cached_property
     def summary(self) -> Record:
-        """summary.json, rewritten at every save: state, best and last validation, parameters, characters, seconds, …."""
+        """summary.json, rewritten at every save: state, best and last validation, parameters, seconds, …."""
         return _read_object(self.path / "summary.json")
 
     @cached_property
@@ -86,7 +86,7 @@ def find(run: str, runs_dir: Path | str) -> Path:
         runs_dir: Where runs are by name.
 
     Raises:
-        LmappError: No such run; the message names the nearest existing ones.
+        UsageError: No such run; the message names the nearest existing ones.
     """
     path = Path(run)
     if path.is_file() and path.parent.name == "checkpoints":
@@ -95,12 +95,12 @@ def find(run: str, runs_dir: Path | str) -> Path:
         if any((candidate / mark).is_file() for mark in _MARKS):
             return candidate
     if path.is_dir() and path.resolve() != Path(runs_dir).resolve():
-        raise LmappError(f"{run} is not a run's directory: it has no config.yaml and no metrics.jsonl.")
+        raise UsageError(f"{run} is not a run's directory: it has no config.yaml and no metrics.jsonl.")
     names = _names(Path(runs_dir))
     if not names:
-        raise LmappError(f"There is no run {run!r}: {runs_dir} holds no runs.\nTrain one with: lmapp train")
+        raise UsageError(f"There is no run {run!r}: {runs_dir} holds no runs.\nTrain one with: lmapp train")
     nearest = difflib.get_close_matches(path.name, names, n=3, cutoff=0.3) or names[-3:]
-    raise LmappError(f"There is no run {run!r} in {runs_dir}.\nNearest: {', '.join(nearest)}")
+    raise UsageError(f"There is no run {run!r} in {runs_dir}.\nNearest: {', '.join(nearest)}")
 
 
 def _names(runs_dir: Path) -> list[str]:

@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lmapp.jsonable import jsonable
+
 # Below this an fp32 norm has lost the squares of some entries to underflow.
 _SMALLEST_TRUSTED_NORM = 1e-15
 
@@ -136,7 +138,4 @@ class ClipEvent:
 
     def as_dict(self) -> dict[str, int | float | str | None]:
         """The fields as JSON can hold them: a number that is not finite becomes "inf", "-inf" or "nan"."""
-        return {
-            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in asdict(self).items()
-        }
+        return jsonable(asdict(self))

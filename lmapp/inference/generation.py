@@ -13,6 +13,9 @@ from lmapp.errors import LmappError, UsageError
 from lmapp.models.recurrent import RecurrentModel, States
 from lmapp.vocabulary import UnknownCharacterError, Vocabulary, describe
 
+ROWS = 256
+"""Texts written side by side."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -184,10 +187,16 @@ def generate_samples(
     stop: Sequence[str] = (),
     seed: int = 0,
 ) -> list[str]:
-    """Several texts at once, in one batch; arguments and errors as in `generate`."""
-    texts = [""] * samples
-    for pieces in _generate(model, vocabulary, prompt, length, sampling or Sampling(), stop, seed, samples):
-        texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
+    """Several texts, `ROWS` at a time in one batch; arguments and errors as in `generate`."""
+    texts: list[str] = []
+    for first in range(0, samples, ROWS):
+        rows = [""] * min(ROWS, samples - first)
+        pieces_of_rows = _generate(
+            model, vocabulary, prompt, length, sampling or Sampling(), stop, seed + first, len(rows)
+        )
+        for pieces in pieces_of_rows:
+            rows = [text + piece for text, piece in zip(rows, pieces, strict=True)]
+        texts += rows
     return texts
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from lmapp import checkpoint
-from lmapp.config import Config, build
+from lmapp.config import Config, DataConfig, build
 from lmapp.data import corpora, encoded, sources
 from lmapp.errors import LmappError, UsageError
 from lmapp.inference import generation
@@ -167,8 +167,8 @@ class LanguageModel:
         The run's own validation split is found in the cache even when the corpus is gone.
         """
         data = self.config.data
-        cache = Path(cache_dir or data.cache_dir)
         if not paths and not corpus:
+            cache = Path(cache_dir or data.cache_dir)
             saved = self.saved["corpus"]
             kept = encoded.load(cache / "encoded" / saved["key"], saved["fingerprint"])
             if kept is None:
@@ -178,6 +178,8 @@ class LanguageModel:
             return kept.validation, "the run's validation split"
         if paths and corpus:
             raise UsageError("--data.path and --data.corpus exclude each other here: score one text at a time.")
+        # Not where the checkpoint says: it may be a stranger's, and this writes.
+        cache = Path(cache_dir or DataConfig().cache_dir)
         files = sources.resolve(paths) if paths else [corpora.fetch(str(corpus), cache)]
         text = encoded.encode(
             files,
@@ -247,5 +249,5 @@ def load(path: str | Path, *, runs_dir: str | Path = "runs", device: str = "cpu"
         model.load_state_dict({k.removeprefix("model."): v for k, v in content["state_dict"].items()})
     except (KeyError, TypeError, AttributeError, RuntimeError, UsageError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise checkpoint.CheckpointError(f"{file} is no complete checkpoint of lmapp: {reason}.") from None
+        raise checkpoint.CheckpointError(f"{file} is no complete checkpoint of lmapp: {reason.rstrip('.')}.") from None
     return LanguageModel(model.to(device).eval(), vocabulary, config, saved, file)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -13,21 +12,11 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 
 from lmapp.errors import LmappError
+from lmapp.jsonable import jsonable
 
 METRICS, DECAY, CLIP_EVENTS, SAMPLES = "metrics.jsonl", "decay.jsonl", "clip_events.jsonl", "samples.txt"
 APPENDED = (METRICS, DECAY, CLIP_EVENTS, SAMPLES)
 SUMMARY = "summary.json"
-
-
-def json_safe(value: Any) -> Any:
-    """`value` with every non-finite number as the text "inf", "-inf" or "nan": JSON has no spelling for them."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {k: json_safe(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_safe(v) for v in value]
-    return value
 
 
 class Records:
@@ -60,7 +49,7 @@ class Records:
 
     def append_json(self, name: str, record: Mapping[str, Any]) -> None:
         """Append one JSON line."""
-        self.append(name, json.dumps(json_safe(record), ensure_ascii=False) + "\n")
+        self.append(name, json.dumps(jsonable(record), ensure_ascii=False) + "\n")
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each file now: stored in a checkpoint, so that a resumed run can cut back to it."""
@@ -82,7 +71,7 @@ class Records:
         path = self.directory / SUMMARY
         temporary = path.with_suffix(".tmp")
         try:
-            temporary.write_text(json.dumps(json_safe(summary), indent=1) + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps(jsonable(summary), indent=1) + "\n", encoding="utf-8")
             os.replace(temporary, path)
         except OSError as error:
             temporary.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from lmapp import checkpoint
+from lmapp.errors import LmappError
 from lmapp.loggers.records import Records
 from lmapp.training.module import LanguageModule
 
@@ -125,9 +127,14 @@ def keep_as_best(last: Path) -> None:
     """Let best.ckpt be the file that last.ckpt is now, atomically; later writes of last.ckpt leave it alone."""
     best = last.with_name(checkpoint.BEST)
     temporary = best.with_name(f".{best.name}.tmp")
-    temporary.unlink(missing_ok=True)
     try:
-        os.link(last, temporary)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(last, temporary)
-    os.replace(temporary, best)
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(last, temporary)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(last, temporary)
+        os.replace(temporary, best)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise LmappError(f"{best} could not be written: {error.strerror or error}. {last} is whole.") from error

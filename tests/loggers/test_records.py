@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lmapp.errors import LmappError
+from lmapp.jsonable import jsonable
 from lmapp.loggers.records import (
     CLIP_EVENTS,
     DECAY,
@@ -21,7 +22,6 @@ from lmapp.loggers.records import (
     SUMMARY,
     LocalLogger,
     Records,
-    json_safe,
     read_lines,
 )
 
@@ -75,7 +75,7 @@ def test_numbers_json_cannot_spell_become_words_however_deep() -> None:
         "g": np.float64("inf"),
         "h": 1e308,
     }
-    safe = json_safe(value)
+    safe = jsonable(value)
     assert safe == {
         "a": "nan",
         "b": ["inf", "-inf", 1.5, {"c": ["nan", 2]}],
