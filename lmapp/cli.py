@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 from cyclopts import UNSET, App, ArgumentCollection, CycloptsError, Parameter
 from cyclopts.exceptions import CoercionError, MissingArgumentError, UnknownOptionError, UnusedCliTokensError
@@ -17,7 +17,7 @@ from cyclopts.exceptions import CoercionError, MissingArgumentError, UnknownOpti
 from lmapp import config as configuration
 from lmapp.config import Config
 from lmapp.errors import LmappError, UsageError
-from lmapp.jsonable import jsonable
+from lmapp.units import jsonable
 
 app = App(
     name="lmapp",
@@ -213,6 +213,7 @@ def evaluate(
     *,
     path: DataPath = None,
     corpus: Corpus = None,
+    split: Literal["train", "validation", "test"] = "validation",
     cache_dir: CacheDir = None,
     runs_dir: RunsDir = "runs",
     json_: Json = False,
@@ -221,10 +222,11 @@ def evaluate(
 
     Args:
         checkpoint: A file, a run's directory or a run's name.
+        split: Of the run's own text.
     """
     from lmapp.inference import load
 
-    result = load(checkpoint, runs_dir=runs_dir).evaluate(path or (), corpus=corpus, cache_dir=cache_dir)
+    result = load(checkpoint, runs_dir=runs_dir).evaluate(path or (), corpus=corpus, split=split, cache_dir=cache_dir)
     if json_:
         _print_json(result.as_dict())
         return

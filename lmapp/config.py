@@ -78,7 +78,7 @@ class DataConfig:
     cache_dir: Text = "data/cache"
     """Where corpora and their encoded form are kept."""
     shrink: bool = True
-    """Let batch_size and sequence_length shrink (and say so) for a text too short for them."""
+    """Let batch_size and sequence_length shrink, and say so, for a text too short for them; `false` refuses it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class TrainConfig:
     clip_value: Positive | None = None
     """Largest absolute entry of the gradient, instead of clip_norm."""
     carry_state: bool = True
-    """Start each window from the state the row's last window ended with."""
+    """Start each window from the state the row's last window ended with; `false` from zero."""
     val_every_steps: Steps = 500
     """Validate, write samples and save so often; 0 only at the end."""
     checkpoint_minutes: Positive = 2.0

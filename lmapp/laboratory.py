@@ -83,17 +83,18 @@ def measure_checkpoints(
         LmappError: a checkpoint or text is not there, or the text is too short.
     """
     measured = []
-    for name in names:
-        language = load(name, runs_dir=runs_dir)
-        ids, text = language.text(paths, cache_dir=cache_dir)
-        tau = language.config.data.sequence_length
-        shape, note = probe_shape(len(ids), 0, truncation_length=tau, windows=windows, max_lag=max_lag)
+    for language in [load(name, runs_dir=runs_dir) for name in names]:
+        text = language.text(paths, cache_dir=cache_dir)
+        if len(text.ids) < 2 and not paths:  # there was no validation: the run itself measured on this
+            text = language.text(split="train", cache_dir=cache_dir)
+        tau = language.saved["plan"]["sequence_length"]
+        shape, note = probe_shape(len(text.ids), 0, truncation_length=tau, windows=windows, max_lag=max_lag)
         if shape is None:
-            raise LmappError(f"{name}: {note}")
-        probe = torch.from_numpy(probe_windows(ids, shape, language.config.seed))
+            raise LmappError(f"{language.path}, on {text.name}: {note}.\nName a longer text: --data.path FILE")
+        probe = torch.from_numpy(probe_windows(text.ids, shape, language.config.seed))
         decay = measure(language.model, probe, shape)
         path = language.path.parent.parent if language.path.parent.name == "checkpoints" else language.path
-        measured.append(Measurement(path.name, language.config.model.cell, language.step, text, note, tau, decay))
+        measured.append(Measurement(path.name, language.config.model.cell, language.step, text.name, note, tau, decay))
     return measured
 
 

@@ -73,7 +73,7 @@ def train(
     source: str | Path | Mapping[str, Any] | Config | None = None,
     *,
     resume: str | None = None,
-    runs_dir: str = "runs",
+    runs_dir: str | None = None,
     changes: Mapping[str, Any] | None = None,
     quiet: bool = False,
 ) -> Run:
@@ -82,8 +82,8 @@ def train(
     Args:
         source: a YAML file, nested options as a dict, or a Config; by default the default configuration.
         resume: a run's name or directory, to go on with instead.
-        runs_dir: where `resume` looks for names.
-        changes: options that a resumed run is to change; only limits and logging may.
+        runs_dir: where runs are; by default as configured.
+        changes: options in place of those of the source; of a resumed run only limits and logging may change.
         quiet: print nothing.
 
     Raises:
@@ -91,27 +91,29 @@ def train(
         LmappError: the text cannot be had, the disk is full, the gradients stay non-finite.
         Interrupted: by Ctrl-C; the run is saved.
     """
-    console = _Console(quiet=quiet, highlight=False, soft_wrap=True)
+    console = _Console(quiet=quiet, highlight=False)
+    console.soft_wrap = not console.is_terminal  # in a pipe a line stays one line
     if resume is not None:
-        return _resume(resume, runs_dir, changes or {}, console)
+        if source is not None:
+            raise UsageError("A resumed run has its own configuration: leave out the source.")
+        return _resume(resume, Config().runs_dir if runs_dir is None else runs_dir, changes or {}, console)
+    options: Mapping[str, Any] = {}
     if isinstance(source, Config):
-        config = build(source.as_dict())
+        options = source.as_dict()
     elif isinstance(source, Mapping):
-        config = build(source)
+        options = source
     elif source is not None:
-        config = build(read_yaml(source), source=str(source))
-    else:
-        config = build({})
-    return _Assembly(config, console).run()
+        options = read_yaml(source)
+        build(options, source=str(source))
+    options = merge(options, changes or {})
+    return _Assembly(build(options if runs_dir is None else {**options, "runs_dir": runs_dir}), console).run()
 
 
 def _resume(name: str, runs_dir: str, changes: Mapping[str, Any], console: Console) -> Run:
     directory = checkpoint.run_directory(name, runs_dir)
     last = directory / "checkpoints" / checkpoint.LAST
     if not last.is_file():
-        raise LmappError(
-            f"The run {directory} ended before its first checkpoint: there is nothing to go on with. Start it again."
-        )
+        raise LmappError(_ended_too_soon(directory))
     content = checkpoint.read(last)
     saved = content["lmapp"]
     old = build(saved["config"])
@@ -194,6 +196,8 @@ class _Assembly:
                 "kernels": model.kernels(batches.batch_size, batches.sequence_length),
                 "threads": torch.get_num_threads(),
                 "device": device.type,
+                "batch_size": batches.batch_size,
+                "sequence_length": batches.sequence_length,
             },
             "parameters": sum(p.numel() for p in model.parameters()),
             "versions": {name: version(name) for name in ("lmapp", "torch", "lightning", "tokenizers", "wandb")},
@@ -204,8 +208,7 @@ class _Assembly:
             module.new_total = self._new_total(saved["progress"], len(batches))
         records = Records(directory)
         if saved:
-            for name in records.cut_back(saved["records"]):
-                self._say(f"{directory / name} lacks lines that the checkpoint knows of.")
+            self._take_up(saved, records)
         probe = self._probe(data, records)
         self._describe(data, module)
         wandb_run, written = self._open_wandb(data)
@@ -239,12 +242,34 @@ class _Assembly:
                 wandb_run.finish(exit_code=0 if module.progress.state == "finished" else 1)
         return self._close(module, probe)
 
+    def _take_up(self, saved: Mapping[str, Any], records: Records) -> None:
+        """Bring a resumed run's files back to its checkpoint, and say where it will not be bit for bit the same."""
+        for name in records.cut_back(saved["records"]):
+            self._say(f"{records.directory / name} lacks lines that the checkpoint knows of.")
+        _write_config(records.directory, self.config)
+        now, then = self.extras, saved
+        changed = [
+            f"{name} {then[part][name]} is {now[part][name]} now"
+            for part, names in (("plan", ("device", "kernels", "threads")), ("versions", ("lmapp", "torch")))
+            for name in names
+            if now[part][name] != then[part][name]
+        ]
+        if changed:
+            self._say(f"Going on, but not bit for bit: {'; '.join(changed)}.")
+        if self.replan and self.config.train.schedule == "cosine":
+            self._say(
+                "With the new limit the cosine schedule is stretched: the learning rate rises where it had fallen."
+            )
+
     # The parts --------------------------------------------------------------------------------------------------------
 
     def _open_data(self) -> TextDataModule:
         with _encoding_progress(self.console) as progress:
             data = TextDataModule(self.config.data, progress=progress, say=self._say)
-            data.setup_from(self.saved["corpus"]) if self.saved else data.setup()
+            if self.saved:
+                data.setup_from(self.saved["corpus"])
+            else:
+                data.setup()
         return data
 
     def _new_total(self, progress: Mapping[str, Any], steps_per_epoch: int) -> int | None:
@@ -256,8 +281,14 @@ class _Assembly:
             timed = plan.steps_in_minutes(minutes, step, progress["seconds"], progress["seconds"] / step)
             total = timed if total is None else min(total, timed)
         if total is not None and total <= step:
+            limits = [
+                f"{option_name(('train', name))} {getattr(train, name):g}"
+                for name in ("max_steps", "max_minutes", "max_epochs")
+                if getattr(train, name) is not None
+            ]
             raise UsageError(
-                f"The run is at step {step:,}, beyond the limit given ({total:,} steps): there is nothing left to do."
+                f"The run is at step {step:,}, beyond the limit given ({total:,} steps): there is nothing left to do.\n"
+                f"In force are {' and '.join(limits)}: raise them, or set one to none."
             )
         return total
 
@@ -456,7 +487,10 @@ class _Assembly:
         table = Table(title=f"{directory}", title_justify="left", show_header=False, title_style="bold")
         table.add_column(style="bold")
         table.add_column()
-        for title, row in (("best validation", progress.best), ("last validation", progress.last)):
+        rows = [("best validation", progress.best), ("last validation", progress.last)]
+        if progress.best == progress.last:
+            rows = [("best and last", progress.best)]
+        for title, row in rows:
             if row is not None:
                 table.add_row(
                     title,
@@ -469,7 +503,7 @@ class _Assembly:
         )
         table.add_row(
             "training",
-            f"{progress.step:,} steps, {progress.characters:,} characters, {progress.seconds:.0f} s, "
+            f"{progress.step:,} steps, {progress.characters:,} characters, {progress.seconds:.4g} s, "
             f"{progress.characters / max(progress.seconds, 1e-9):,.0f} characters/s",
         )
         share = 100 * progress.clip_events / max(1, progress.step)
@@ -477,7 +511,8 @@ class _Assembly:
         if progress.nonfinite_events:
             table.add_row("non-finite", f"{progress.nonfinite_events:,} gradients discarded")
         if probe is not None and probe.latest is not None:
-            table.add_row("half-life", f"{probe.latest.curve().half_life} steps of the gradient")
+            when = "" if probe.latest_step == progress.step else f" (measured at step {probe.latest_step:,})"
+            table.add_row("half-life", f"{probe.latest.curve().half_life} steps of the gradient{when}")
         self.console.print(table)
         if probe is not None and probe.latest is not None:
             warning = cut_recurrence_warning(probe.latest)
@@ -561,6 +596,13 @@ def _check_memory(config: Config, vocabulary_size: int, batches: RowBatches) -> 
         )
 
 
+def _ended_too_soon(directory: Path) -> str:
+    return (
+        f"The run {directory} has no checkpoint to go on from.\n"
+        f"Start it again under another --name, or after: rm -r {directory}"
+    )
+
+
 def _check_name(config: Config) -> None:
     """Refuse a name that is taken or cannot be one, before any work is done for it."""
     name = config.name
@@ -571,11 +613,21 @@ def _check_name(config: Config) -> None:
             f"--name is a plain name, not {name!r}: no path (the place is --runs-dir), no hyphen at its start."
         )
     directory = Path(config.runs_dir) / name
+    if directory.exists() and not (directory / "checkpoints" / checkpoint.LAST).exists():
+        raise UsageError(_ended_too_soon(directory))
     if directory.exists():
         raise UsageError(
             f"The run {directory} exists and is not overwritten.\n"
             f"Choose another --name, or go on with it: lmapp train --resume {_name(directory, config)}"
         )
+
+
+def _write_config(directory: Path, config: Config) -> None:
+    """Write config.yaml, atomically: complete and usable as input, so without the name that is taken."""
+    text = yaml.safe_dump(replace(config, name=None).as_dict(), sort_keys=False, allow_unicode=True)
+    temporary = directory / ".config.yaml.tmp"
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, directory / "config.yaml")
 
 
 def _make_directory(config: Config, corpus: str) -> Path:
@@ -595,9 +647,7 @@ def _make_directory(config: Config, corpus: str) -> Path:
             raise LmappError(f"{directory} cannot be made: {error.strerror or error}.") from None
         try:
             (directory / "checkpoints").mkdir()
-            # Complete and usable as input, so without the name that is taken now.
-            text = yaml.safe_dump(replace(config, name=None).as_dict(), sort_keys=False, allow_unicode=True)
-            (directory / "config.yaml").write_text(text, encoding="utf-8")
+            _write_config(directory, config)
         except OSError as error:
             shutil.rmtree(directory, ignore_errors=True)
             raise LmappError(f"{directory} cannot be written: {error.strerror or error}.") from None

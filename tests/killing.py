@@ -1,19 +1,23 @@
 """Trains a run while killing it: imports everything once, then forks a child for every life of the run.
 
-Run as a script: `python killing.py RUNS_DIR CONFIG.json PLAN.json`. Each entry of the plan is one SIGKILL: where in the
+Run as a script: `python killing.py CONFIG.json PLAN.json`. Each entry of the plan is one SIGKILL: where in the
 code, at which of its visits, or after how many seconds. Prints as JSON which of them struck.
 """
 
+import io
 import json
 import os
+import shutil
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import lmapp.callbacks.decay
 import lmapp.run
 from lmapp import checkpoint
 from lmapp.errors import LmappError
@@ -35,8 +39,6 @@ def visits(function: Any, number: int, *, half_way: bool = False) -> Any:
         if count == number:
             if half_way:
                 content = args[0]
-                import io
-
                 whole = io.BytesIO()
                 function(content, whole)
                 args[1].write(whole.getvalue()[: len(whole.getvalue()) // 2])
@@ -59,8 +61,6 @@ def arm(kill: dict[str, Any]) -> None:
     elif where == "between-last-and-best":
         saving.keep_as_best = visits(saving.keep_as_best, number)
     elif where == "decay":
-        import lmapp.callbacks.decay
-
         lmapp.callbacks.decay.measure = visits(lmapp.callbacks.decay.measure, number)
     elif where == "step":
         torch.optim.AdamW.step = visits(torch.optim.AdamW.step, number)
@@ -80,15 +80,13 @@ def live(config: dict[str, Any], kill: dict[str, Any] | None) -> int:
                 lmapp.run.train(resume=name, runs_dir=config["runs_dir"], quiet=True)
             else:
                 # Killed before its first checkpoint: it starts again.
-                os.system(f"rm -rf {config['runs_dir']}/{name}")
+                shutil.rmtree(Path(config["runs_dir"]) / name, ignore_errors=True)
                 lmapp.run.train(config, quiet=True)
             os._exit(0)
         except LmappError as error:
             print(error, file=sys.stderr)
             os._exit(3)
         except BaseException:
-            import traceback
-
             traceback.print_exc()
             os._exit(4)
     if kill is not None and kill["where"] == "seconds":

@@ -564,7 +564,7 @@ def test_resume_with_a_damaged_checkpoint(lmapp_: Command, own_run: Path, damage
     spoil(last, damage)
     before = contents(own_run)
     result = lmapp_("train", "--resume", "tiny", "--train.max-steps", 40)
-    refused(result, 1, "last.ckpt" if damage != "gone" else "ended before its first checkpoint")
+    refused(result, 1, "last.ckpt" if damage != "gone" else "has no checkpoint to go on from")
     assert contents(own_run) == before
     assert not Path("pwned").exists()
 

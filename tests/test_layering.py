@@ -10,11 +10,11 @@ import pytest
 ROOT = Path(__file__).parent.parent / "lmapp"
 
 # What everyone may import.
-BASE = {"errors", "jsonable", "config", "vocabulary", "checkpoint"}
+BASE = {"errors", "units", "config", "vocabulary", "checkpoint"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "jsonable": set(),
+    "units": set(),
     "config": {"errors"},
     "vocabulary": {"errors"},
     "checkpoint": {"errors"},
@@ -23,10 +23,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {*BASE, "cells"},
     "gradients": {*BASE, "models"},
     "inference": {*BASE, "models", "data"},
-    "loggers": {"errors", "jsonable", "config"},
+    "loggers": {"errors", "units", "config"},
     "training": {*BASE, "data", "models", "gradients", "loggers"},
     "callbacks": {*BASE, "data", "gradients", "inference", "training", "loggers"},
-    "experiments": {"errors", "jsonable"},
+    "experiments": {"errors", "units"},
 }
 """Each part of lmapp and the other parts it may import."""
 

@@ -13,6 +13,7 @@ import torch
 
 import lmapp
 from lmapp import checkpoint
+from lmapp.config import read_yaml
 from lmapp.errors import UsageError
 from lmapp.training.saving import EndOfStep
 
@@ -150,8 +151,11 @@ def test_limits_may_change_and_nothing_else(tmp_path: Path, real_text: str) -> N
         lmapp.train(resume="run", runs_dir=runs, changes={"train": {"learning_rate": 1e-3}}, quiet=True)
     with pytest.raises(UsageError, match="nothing left to do"):
         lmapp.train(resume="run", runs_dir=runs, changes={"train": {"max_steps": 5}}, quiet=True)
+    with pytest.raises(UsageError, match=r"In force are --train\.max-steps 10 and"):
+        lmapp.train(resume="run", runs_dir=runs, changes={"train": {"max_minutes": 5}}, quiet=True)
     longer = lmapp.train(resume="run", runs_dir=runs, changes={"train": {"max_steps": 20}}, quiet=True)
     assert longer.metrics["steps"] == 20
+    assert read_yaml(longer.path / "config.yaml")["train"]["max_steps"] == 20
     whole = lmapp.train({**config, "name": "whole", "train": {**config["train"], "max_steps": 20}}, quiet=True)
     expected = outcome(whole.path)["weights"]
     assert_same(expected, outcome(longer.path)["weights"])
@@ -181,3 +185,23 @@ def test_a_run_has_one_writer(tmp_path: Path, real_text: str) -> None:
         other.kill()
     assert (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes() == before
     lmapp.train(resume="run", runs_dir=config["runs_dir"], changes=changes, quiet=True)
+
+
+def test_arguments_of_train_are_taken_or_refused(tmp_path: Path, real_text: str) -> None:
+    config = make_config(tmp_path, real_text[:2000], "run", max_steps=3)
+    changes = {"train": {"max_steps": 5}}
+    run = lmapp.train(config, changes=changes, runs_dir=str(tmp_path / "elsewhere"), quiet=True)
+    assert run.path == tmp_path / "elsewhere" / "run"
+    assert run.metrics["steps"] == 5
+    with pytest.raises(UsageError, match="leave out the source"):
+        lmapp.train(config, resume="run", quiet=True)
+
+
+def test_a_run_that_never_saved_says_how_to_start_again(tmp_path: Path, real_text: str) -> None:
+    config = make_config(tmp_path, real_text[:2000], "run", max_steps=3)
+    run = lmapp.train(config, quiet=True).path
+    for file in (run / "checkpoints").iterdir():
+        file.unlink()
+    for attempt in ({"source": config}, {"resume": "run", "runs_dir": config["runs_dir"]}):
+        with pytest.raises(lmapp.errors.LmappError, match=f"rm -r {run}"):
+            lmapp.train(**attempt, quiet=True)

@@ -28,7 +28,8 @@ class ClipEvents(lightning.Callback):
         assert isinstance(pl_module, LanguageModule) and pl_module.report is not None
         if pl_module.report.kind is not None:
             self.records.append_json(CLIP_EVENTS, self._event(pl_module, batch).as_dict())
-        if pl_module.progress.finished and (events := list(read_lines(self.records.directory / CLIP_EVENTS))):
+        ends = pl_module.progress.finished or pl_module.progress.state == "stopped"
+        if ends and (events := list(read_lines(self.records.directory / CLIP_EVENTS))):
             pl_module.figures[CLIP_TABLE] = events
 
     def _event(self, module: LanguageModule, batch: Batch) -> ClipEvent:

@@ -30,6 +30,7 @@ class DecayProbe(lightning.Callback):
         self.every_steps = every_steps
         self.records = records
         self.latest: Decay | None = None
+        self.latest_step = 0
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Measure the untrained network; a resumed run has that behind it."""
@@ -47,6 +48,7 @@ class DecayProbe(lightning.Callback):
 
     def _measure(self, module: LanguageModule) -> None:
         self.latest = measure(module.model, self.windows.to(module.device), self.shape)
+        self.latest_step = module.progress.step
         for record in self.latest.records(module.progress.step):
             self.records.append_json(DECAY, record)
         module.figures.update(self.latest.scalars())

@@ -8,11 +8,7 @@ from typing import Any
 import lightning
 
 from lmapp.training.module import LanguageModule
-
-
-def exp(nats: float) -> float:
-    """e to a loss in nats; inf where that overflows."""
-    return math.exp(nats) if nats < 709 else math.inf
+from lmapp.units import perplexity
 
 
 class TrainingFigures(lightning.Callback):
@@ -45,7 +41,7 @@ class TrainingFigures(lightning.Callback):
         # A difference of two totals, so that it stays right where a step was not finite.
         sums.setdefault("from_characters", progress.characters - batch.characters)
         sums.setdefault("from_seconds", progress.seconds - pl_module.step_seconds)
-        if not pl_module.due(self.every_steps):
+        if not pl_module.due(self.every_steps) and progress.state != "stopped":
             return
         seconds = progress.seconds - sums["from_seconds"]
         figures: dict[str, float] = {
@@ -59,7 +55,7 @@ class TrainingFigures(lightning.Callback):
             loss = sums["loss"] / sums["characters"]
             figures |= {
                 "train/loss": loss,
-                "train/perplexity": exp(loss),
+                "train/perplexity": perplexity(loss),
                 "train/bits_per_char": loss / math.log(2),
                 "gradient/norm": sums["norm"] / finite,
                 "gradient/norm_clipped": sums["norm_clipped"] / finite,

@@ -8,11 +8,11 @@ from typing import Any
 
 import lightning
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
-from lmapp.callbacks.metrics import exp
 from lmapp.training.module import LanguageModule
 from lmapp.training.module import Progress as Done
+from lmapp.units import perplexity
 
 LINE_SECONDS = 30.0
 
@@ -32,13 +32,11 @@ class ProgressDisplay(lightning.Callback):
         if self.console.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(bar_width=None),
+                BarColumn(bar_width=16),
                 TextColumn("{task.fields[figures]}"),
-                TimeElapsedColumn(),
                 console=self.console,
                 refresh_per_second=4,
                 transient=True,
-                expand=True,
             )
             self._task = self._bar.add_task("starting", total=None, figures="")
             self._bar.start()
@@ -52,11 +50,10 @@ class ProgressDisplay(lightning.Callback):
         if math.isfinite(loss):
             self._loss = loss if math.isnan(self._loss) else 0.98 * self._loss + 0.02 * loss
         if progress.last is not None and progress.last["step"] == progress.step:
-            better = " (best so far)" if progress.best == progress.last else ""
+            better = "  best" if progress.best == progress.last else ""
             self.console.print(
-                f"step {progress.step:>6,}  train {self._loss:.4f}  validation {progress.last['val/loss']:.4f} nats, "
-                f"perplexity {progress.last['val/perplexity']:.3f}, "
-                f"{progress.last['val/bits_per_char']:.4f} bits per character{better}",
+                f"step {progress.step:>6,}  train {self._loss:.4f}  validation {progress.last['val/loss']:.4f} nats"
+                f"  perplexity {progress.last['val/perplexity']:.3f}{better}",
                 highlight=False,
             )
             self._shown = time.monotonic()
@@ -64,8 +61,8 @@ class ProgressDisplay(lightning.Callback):
         if now - self._shown < (0.25 if self._bar else LINE_SECONDS):
             return
         self._shown = now
-        speed = f"{progress.characters / max(progress.seconds, 1e-9):,.0f} characters/s"
-        figures = f"loss {self._loss:.3f}  perplexity {exp(self._loss):.2f}  {speed}  {_left(progress)}"
+        speed = f"{progress.characters / max(progress.seconds, 1e-9):,.0f} chars/s"
+        figures = f"loss {self._loss:.3f}  ppl {perplexity(self._loss):.2f}  {speed}  {_left(progress)}"
         total = progress.total_steps
         if self._bar:
             self._bar.update(

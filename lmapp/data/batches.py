@@ -107,13 +107,6 @@ class RowBatches:
         characters = int(np.count_nonzero(self.starts_character[scored]))
         return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), characters)
 
-    def text_of(self, row: int, batch_index: int) -> NDArray[np.integer]:
-        """The ids that row `row` of batch `batch_index` reads and predicts: its inputs and the last target."""
-        begin = batch_index * self.sequence_length
-        end = min(begin + self.sequence_length, self._lengths[row])
-        start = self._starts[row]
-        return self.ids[start + begin : start + end + 1]
-
     def state_dict(self) -> dict[str, int]:
         """The position: how many batches of this epoch have been handed out."""
         return {"batch": self._batch}

@@ -62,7 +62,12 @@ class TextDataModule(lightning.LightningDataModule):
             LmappError: as in `setup`, or the text is another one now.
         """
         cached = encoded.load(Path(self.config.cache_dir) / "encoded" / saved["key"], saved["fingerprint"])
-        corpus = cached or self._encode()
+        try:
+            corpus = cached or self._encode()
+        except LmappError as error:
+            raise LmappError(
+                f"{error}\nStart it in the directory the run was started in, or name its --data.cache-dir."
+            ) from error
         if corpus.fingerprint != saved["fingerprint"]:
             raise LmappError(
                 "The text is not the one this run was trained on: it was changed since.\n"

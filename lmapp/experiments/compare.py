@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lmapp.experiments.history import History, Record
-from lmapp.jsonable import jsonable
+from lmapp.units import jsonable, perplexity
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -211,7 +211,8 @@ def _row(history: History) -> Row:
 def _clip_share(history: History, steps: int) -> float | None:
     """From the events where there are any, else from the logged shares, each over the steps since the one before."""
     if steps and (history.path / "clip_events.jsonl").is_file():
-        return sum(event.get("kind") == "clip" for event in history.clip_events) / steps
+        events = [e for e in history.clip_events if e.get("kind") == "clip" and e.get("step", 0) <= steps]
+        return len(events) / steps
     total, before = 0.0, 0
     at, shares = history.column("gradient/clip_fraction")
     for step, share in zip(at, shares, strict=True):
@@ -225,9 +226,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _perplexity(loss: float | None) -> float | None:
-    if loss is None:
-        return None
-    return math.exp(loss) if loss < 700 else math.inf
+    return None if loss is None else perplexity(loss)
 
 
 def _bits(loss: float | None) -> float | None:

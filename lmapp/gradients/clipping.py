@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lmapp.jsonable import jsonable
+from lmapp.units import jsonable
 
 # Below this an fp32 norm has lost the squares of some entries to underflow.
 _SMALLEST_TRUSTED_NORM = 1e-15

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +21,16 @@ from lmapp.inference import generation
 from lmapp.inference.generation import Sampling
 from lmapp.models.evaluation import Score, evaluate, evaluate_cold
 from lmapp.models.recurrent import RecurrentModel
+from lmapp.units import perplexity
 from lmapp.vocabulary import Vocabulary
+
+
+class Text(NamedTuple):
+    """A text as a model reads it: ids (N,), what it is called, and the fingerprint of its files."""
+
+    ids: np.ndarray
+    name: str
+    fingerprint: str | None
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,7 @@ class TextScore:
     @property
     def perplexity(self) -> float:
         """e to the mean loss in nats per character, infinite where that overflows."""
-        return Score(-self.log_probability, len(self.text) - 1, 0).perplexity
+        return perplexity(-self.log_probability / (len(self.text) - 1))
 
 
 class LanguageModel:
@@ -140,42 +150,58 @@ class LanguageModel:
         return TextScore(text, surprisals, -float(sums[1:].sum()))
 
     def evaluate(
-        self, paths: Sequence[str] = (), *, corpus: str | None = None, cache_dir: str | None = None
+        self,
+        paths: Sequence[str] = (),
+        *,
+        corpus: str | None = None,
+        split: str = "validation",
+        cache_dir: str | None = None,
     ) -> Evaluation:
         """Loss, perplexity and bits per character of texts, with carried state and in separate windows.
 
         Args:
             paths: files or globs; without any, a named corpus; without that, the run's own validation split.
             corpus: a named corpus, scored whole.
+            split: of the run's own text: train, validation or test.
             cache_dir: where encoded text is kept; by default as in the run.
 
         Raises:
             LmappError: the text is not there, cannot be read, or holds a character the model does not know.
         """
-        ids, what = self.text(paths, corpus=corpus, cache_dir=cache_dir)
-        if len(ids) < 2:
-            raise LmappError(f"There is nothing to score in {what}: give a text with --data.path FILE.")
+        text = self.text(paths, corpus=corpus, split=split, cache_dir=cache_dir)
+        if len(text.ids) < 2:
+            raise LmappError(f"There is nothing to score in {text.name}: give a text with --data.path FILE.")
         starts, sizes = self.vocabulary.starts_character, self.vocabulary.symbol_bytes
-        carried = evaluate(self.model, ids, starts, sizes, batch_size=self.config.data.batch_size)
-        return Evaluation(what, carried, evaluate_cold(self.model, ids, starts, sizes), self._overlap(corpus))
+        carried = evaluate(self.model, text.ids, starts, sizes, batch_size=self.config.data.batch_size)
+        cold = evaluate_cold(self.model, text.ids, starts, sizes)
+        return Evaluation(text.name, carried, cold, self._overlap(corpus, text.fingerprint))
 
     def text(
-        self, paths: Sequence[str] = (), *, corpus: str | None = None, cache_dir: str | None = None
-    ) -> tuple[np.ndarray, str]:
-        """A text's ids (N,), and what it is: arguments and errors as in `evaluate`.
+        self,
+        paths: Sequence[str] = (),
+        *,
+        corpus: str | None = None,
+        split: str = "validation",
+        cache_dir: str | None = None,
+    ) -> Text:
+        """A text in this model's alphabet; arguments and errors as in `evaluate`.
 
-        The run's own validation split is found in the cache even when the corpus is gone.
+        The run's own splits are found in the cache even when the corpus is gone.
         """
         data = self.config.data
         if not paths and not corpus:
             cache = Path(cache_dir or data.cache_dir)
             saved = self.saved["corpus"]
-            kept = encoded.load(cache / "encoded" / saved["key"], saved["fingerprint"])
-            if kept is None:
+            if split not in encoded.SPLITS:
+                raise UsageError(f"--split is one of {', '.join(encoded.SPLITS)}, not {split!r}.")
+            # The key is the name of a directory; a stranger's may be anything.
+            key = saved["key"] if re.fullmatch("[0-9a-f]+", str(saved["key"])) else "none"
+            kept = encoded.load(cache / "encoded" / key, saved["fingerprint"])
+            if kept is None or kept.vocabulary != self.vocabulary:
                 raise LmappError(
                     f"The text this model was trained on is no longer in {cache}.\nName a text: --data.path FILE."
                 )
-            return kept.validation, "the run's validation split"
+            return Text(getattr(kept, split), f"the run's {split} split", None)
         if paths and corpus:
             raise UsageError("--data.path and --data.corpus exclude each other here: score one text at a time.")
         # Not where the checkpoint says: it may be a stranger's, and this writes.
@@ -190,12 +216,12 @@ class LanguageModel:
             val_fraction=0.0,
             vocabulary=self.vocabulary,
         )
-        return text.train, ", ".join(paths) if paths else f"corpus {corpus}"
+        return Text(text.train, ", ".join(paths) if paths else f"corpus {corpus}", text.fingerprint)
 
-    def _overlap(self, corpus: str | None) -> str | None:
+    def _overlap(self, corpus: str | None, fingerprint: str | None) -> str | None:
         own = None if self.config.data.path else self.config.data.corpus
-        if own and corpus == own:
-            return f"the model was trained on most of {corpus}: this figure is too good."
+        if (own and corpus == own) or fingerprint == self.saved["corpus"]["fingerprint"]:
+            return "the model was trained on most of this text: this figure is too good."
         if own and corpus and corpora.overlaps(own, corpus):
             return f"{corpus} and {own}, which the model was trained on, share text: this figure is too good."
         return None

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 
 from lmapp.errors import LmappError
-from lmapp.jsonable import jsonable
+from lmapp.units import jsonable
 
 METRICS, DECAY, CLIP_EVENTS, SAMPLES = "metrics.jsonl", "decay.jsonl", "clip_events.jsonl", "samples.txt"
 APPENDED = (METRICS, DECAY, CLIP_EVENTS, SAMPLES)
@@ -85,7 +85,7 @@ class Records:
 
 
 def read_lines(path: Path) -> Iterable[dict[str, Any]]:
-    """The JSON lines of a file, in order; none if there is no file."""
+    """The JSON lines that this run has written, in order; none if there is no file."""
     if path.exists():
         with open(path, encoding="utf-8") as file:
             for line in file:

@@ -53,15 +53,18 @@ def choose_mode(wanted: str) -> tuple[str, str]:
 
 
 def has_key() -> bool:
-    """Whether a W&B key is configured: in the environment or in a netrc file."""
+    """Whether a W&B key is configured: in the environment, in W&B's settings, or in a netrc file for its server."""
     if os.environ.get("WANDB_API_KEY"):
         return True
+    import wandb
     from wandb.sdk.lib import wbauth
 
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     try:
-        return wbauth.read_netrc_auth(host=host) is not None
-    except Exception:  # a damaged netrc file is no key
+        settings = wandb.Settings()
+        settings.update_from_system_settings()
+        settings.update_from_env_vars(dict(os.environ))
+        return bool(settings.api_key) or wbauth.read_netrc_auth(host=settings.base_url) is not None
+    except Exception:  # damaged settings or a damaged netrc file hold no key
         return False
 
 
@@ -129,7 +132,8 @@ def written_steps(directory: Path, run: Any) -> set[int]:
         last = run.summary.get(STEP)
         return set(range(int(last) + 1)) if last is not None else set()
     steps: set[int] = set()
-    for log in sorted((directory / "wandb").glob(f"offline-run-*-{run.id}/run-{run.id}.wandb")):
+    # Not only offline ones: a run that began online may go on without a network.
+    for log in sorted((directory / "wandb").glob(f"*run-*-{run.id}/run-{run.id}.wandb")):
         if Path(run.dir).parent.resolve() != log.parent.resolve():
             steps |= {int(row[STEP]) for row in read_offline(log) if STEP in row}
     return steps
@@ -158,9 +162,10 @@ def read_offline(log: Path) -> list[dict[str, Any]]:
 def fill_gaps(run: Any, directory: Path, written: set[int]) -> None:
     """Log the steps of metrics.jsonl that the run lost when it was killed."""
     for line in read_lines(directory / METRICS):
-        step = line.pop("step")
+        step = line["step"]
         if step not in written:
-            run.log({**line, STEP: step})
+            # The names of the contract alone: those of the lines' axes have no "/".
+            run.log({**{name: value for name, value in line.items() if "/" in name}, STEP: step})
             written.add(step)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmapp.errors import LmappError
+from lmapp.units import perplexity
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,7 @@ class Score:
     @property
     def perplexity(self) -> float:
         """e^loss, infinite where that overflows."""
-        try:
-            return math.exp(self.loss)
-        except OverflowError:
-            return math.inf
+        return perplexity(self.loss)
 
     @property
     def bits_per_char(self) -> float:

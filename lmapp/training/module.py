@@ -209,6 +209,8 @@ class LanguageModule(lightning.LightningModule):
             progress.nonfinite_in_a_row = 0
             progress.clip_events += self.report.kind == "clip"
         self._fix_plan(elapsed)
+        if progress.nonfinite_in_a_row >= self.config.train.max_nonfinite:
+            progress.state = "stopped"
 
     def _known_total(self, steps_per_epoch: int) -> int | None:
         # With a limit in minutes, the plan is made once the pace is known.

@@ -87,9 +87,7 @@ class EndOfStep(lightning.Callback):
         self._log(pl_module)
         if progress.finished:
             progress.state = "finished"
-        elif progress.nonfinite_in_a_row >= pl_module.config.train.max_nonfinite:
-            progress.state = "stopped"
-        elif pl_module.stop_requested:
+        elif progress.state == "running" and pl_module.stop_requested:
             progress.state = "interrupted"
         validated = progress.last is not None and progress.last["step"] == progress.step
         planned = progress.total_steps != self._planned

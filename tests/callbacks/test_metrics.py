@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lmapp
-from lmapp.callbacks.metrics import exp
+from lmapp.units import perplexity
 
 TRAIN = {
     "train/loss", "train/perplexity", "train/bits_per_char", "train/chars_per_second", "train/learning_rate",
@@ -118,6 +118,6 @@ def test_a_mean_is_over_all_steps_since_the_last_time_weighted_by_characters(tmp
 
 
 def test_a_loss_too_large_for_a_perplexity_is_infinite() -> None:
-    assert exp(1.0) == pytest.approx(math.e)
-    assert exp(708.0) < math.inf
-    assert exp(1e6) == math.inf
+    assert perplexity(1.0) == pytest.approx(math.e)
+    assert perplexity(708.0) < math.inf
+    assert perplexity(1e6) == math.inf

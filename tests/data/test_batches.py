@@ -129,17 +129,6 @@ def test_a_position_outside_an_epoch_is_refused(position):
         batches.load_state_dict({"batch": position})
 
 
-def test_text_of_a_row_is_what_it_reads_and_predicts():
-    for n, b, t in SHAPES:
-        batches = loader(n, b, t)
-        for index, batch in enumerate(batches):
-            for row in range(b):
-                targets = [i for i in batch.targets[row].tolist() if i >= 0]
-                text = batches.text_of(row, index).tolist()
-                assert text[1:] == targets
-                assert text[:-1] == batch.inputs[row, : len(targets)].tolist()
-
-
 def test_a_memory_map_gives_the_same(tmp_path):
     ids = np.random.default_rng(0).integers(0, 65, 1000).astype(np.uint8)
     ids.tofile(tmp_path / "ids.bin")

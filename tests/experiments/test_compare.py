@@ -202,3 +202,10 @@ def test_every_option_that_differs_is_in_some_table(many):
 def test_half_life_beyond_the_window_is_shown_as_such(tmp_path):
     run = write_run(tmp_path / "a", metrics=[line(1, **{"decay/half_life": 128.0, "decay/half_life_censored": 1.0})])
     assert "> 128" in rendered(compare([run]), 80)
+
+
+def test_events_after_the_last_line_of_a_killed_run_do_not_count(tmp_path):
+    events = [{"kind": "clip", "step": step} for step in range(1, 46)]
+    run = write_run(tmp_path / "killed", metrics=[validated(20, 2.0), line(40)], events=events)
+    (row,) = compare([run]).rows
+    assert row.clip_share == 1.0

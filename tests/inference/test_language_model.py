@@ -270,9 +270,9 @@ def test_the_run_s_own_validation_text_scores_what_the_run_logged(run: str, requ
     result = language.evaluate()
     assert result.carried.loss == val_losses(directory)[language.step]
     assert result.carried.bits_per_byte == language.saved["progress"]["best"]["val/bits_per_byte"]
-    ids, what = language.text()
-    assert result.text == what == "the run's validation split"
-    assert (result.carried, result.cold) == direct(language, ids)
+    text = language.text()
+    assert result.text == text.name == "the run's validation split"
+    assert (result.carried, result.cold) == direct(language, text.ids)
     assert result.warning is None
     assert result.cold.loss != result.carried.loss
     document = result.as_dict()
@@ -356,9 +356,9 @@ def test_a_figure_on_text_seen_in_training_carries_a_warning(
     tmp_path: Path, ascii_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {}
-    for name in ("shakespeare", "tiny_shakespeare"):
+    for name, size in (("shakespeare", 6000), ("tiny_shakespeare", 5900)):
         files[name] = tmp_path / f"{name}.txt"
-        files[name].write_text(ascii_text[:6000], encoding="utf-8")
+        files[name].write_text(ascii_text[:size], encoding="utf-8")
     monkeypatch.setattr(corpora, "fetch", lambda name, *_: files[name])
     run = train(tmp_path, ascii_text, "named", data={"path": [], "corpus": "tiny_shakespeare"}, train={"max_steps": 3})
     language = lmapp.load(run)
@@ -391,3 +391,25 @@ def test_a_model_can_be_put_together_from_its_parts() -> None:
     assert language.step == 7
     assert set(language.generate("ab", 20)) <= set("abc")
     assert len(language.score("abca").surprisals) == 4
+
+
+def test_the_training_file_itself_carries_a_warning_wherever_it_lies(tmp_path: Path, ascii_text: str) -> None:
+    run = train(tmp_path, ascii_text, "own", train={"max_steps": 3})
+    copy = tmp_path / "copy.txt"
+    copy.write_bytes((tmp_path / "text.txt").read_bytes())
+    language = lmapp.load(run)
+    warning = language.evaluate([str(copy)]).warning
+    assert warning is not None
+    assert "trained on" in warning
+
+
+def test_every_split_of_the_run_can_be_scored(tmp_path: Path, ascii_text: str) -> None:
+    run = train(tmp_path, ascii_text, "split", data={"test_fraction": 0.2}, train={"max_steps": 3})
+    language = lmapp.load(run)
+    facts = language.saved["corpus"]["facts"]
+    for split in ("train", "validation", "test"):
+        result = language.evaluate(split=split)
+        assert result.text == f"the run's {split} split"
+        assert result.carried.characters == facts[f"{split}_characters"] - 1
+    with pytest.raises(UsageError, match="--split is one of train, validation, test"):
+        language.evaluate(split="tset")

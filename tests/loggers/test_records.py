@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from lmapp.errors import LmappError
-from lmapp.jsonable import jsonable
 from lmapp.loggers.records import (
     CLIP_EVENTS,
     DECAY,
@@ -24,6 +23,7 @@ from lmapp.loggers.records import (
     Records,
     read_lines,
 )
+from lmapp.units import jsonable
 
 
 @pytest.fixture

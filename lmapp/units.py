@@ -1,4 +1,4 @@
-"""Values as JSON can hold them."""
+"""Losses in other units, and values as JSON can hold them."""
 
 import math
 from collections.abc import Mapping
@@ -12,3 +12,11 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: jsonable(inner) for key, inner in value.items()}
     return [jsonable(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def perplexity(loss: float) -> float:
+    """The perplexity e^J of a loss J in nats per character; infinite where that overflows."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
