@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -38,12 +39,15 @@ from lmapp.data.datamodule import TextDataModule
 from lmapp.errors import LmappError, UsageError
 from lmapp.gradients.decay import cut_recurrence_warning, probe_shape, probe_windows, verdict
 from lmapp.loggers import wandb as wandb_runs
-from lmapp.loggers.records import LocalLogger, Records
+from lmapp.loggers.records import SUMMARY, LocalLogger, Records
 from lmapp.models.recurrent import RecurrentModel
 from lmapp.training import plan
 from lmapp.training.module import LanguageModule
 from lmapp.training.saving import EndOfStep, SafeCheckpointIO, keep_as_best
 from lmapp.training.validation import Validation
+
+COMPLETE = "complete"
+"""Of `wandb` in summary.json: W&B's run was closed with everything in it."""
 
 
 class Stopped(LmappError):
@@ -127,6 +131,7 @@ def _resume(name: str, runs_dir: str, changes: Mapping[str, Any], console: Conso
     limits = ("train.max_steps", "train.max_minutes", "train.max_epochs")
     replan = any(name in limits for name, _, _ in differences(old, config))
     if saved["progress"]["state"] == "finished" and not replan:
+        _Assembly(config, console, directory=directory, saved=saved).complete_wandb()
         raise UsageError(
             f"The run {directory} is finished (step {saved['progress']['step']:,}).\n"
             "Give it a higher limit to go on: --train.max-steps, --train.max-minutes or --train.max-epochs."
@@ -211,7 +216,7 @@ class _Assembly:
             self._take_up(saved, records)
         probe = self._probe(data, records)
         self._describe(data, module)
-        wandb_run, written = self._open_wandb(data)
+        wandb_run, written = self._open_wandb(data.corpus_name)
         loggers: list[Any] = [LocalLogger(records)]
         if wandb_run is not None:
             self.extras["wandb_id"] = wandb_run.id
@@ -240,6 +245,8 @@ class _Assembly:
             if wandb_run is not None:
                 wandb_run.summary.update(_flat(self._summary(module)))
                 wandb_run.finish(exit_code=0 if module.progress.state == "finished" else 1)
+                if module.progress.state == "finished":
+                    records.write_summary({**self._summary(module), "wandb": COMPLETE})
         return self._close(module, probe)
 
     def _take_up(self, saved: Mapping[str, Any], records: Records) -> None:
@@ -260,6 +267,21 @@ class _Assembly:
             self._say(
                 "With the new limit the cosine schedule is stretched: the learning rate rises where it had fallen."
             )
+
+    def complete_wandb(self) -> None:
+        """Give a finished run's W&B run what a kill at the very end kept from it."""
+        assert self.saved is not None
+        assert self.directory is not None
+        summary = json.loads((self.directory / SUMMARY).read_text(encoding="utf-8"))
+        if self.saved["wandb_id"] is None or summary.get("wandb") == COMPLETE:
+            return
+        self.extras = dict(self.saved)
+        with _sole_writer(self.directory):
+            wandb_run, _ = self._open_wandb(self.saved["corpus"]["name"])
+            if wandb_run is not None:
+                wandb_run.summary.update(_flat(summary))
+                wandb_run.finish()
+                Records(self.directory).write_summary({**summary, "wandb": COMPLETE})
 
     # The parts --------------------------------------------------------------------------------------------------------
 
@@ -341,7 +363,7 @@ class _Assembly:
         )
         return callbacks
 
-    def _open_wandb(self, data: TextDataModule) -> tuple[Any, set[int]]:
+    def _open_wandb(self, corpus_name: str) -> tuple[Any, set[int]]:
         """The W&B run and the steps it already holds; (None, …) when disabled."""
         assert self.directory is not None
         settings = self.config.logging
@@ -354,7 +376,7 @@ class _Assembly:
             mode=mode,
             project=settings.project,
             group=settings.group,
-            tags=[self.config.model.cell, data.corpus_name, *settings.tags],
+            tags=[self.config.model.cell, corpus_name, *settings.tags],
             name=self.directory.name,
             config={**self.config.as_dict(), "parameters": self.extras["parameters"], **self.extras["plan"]},
             run_id=self.extras["wandb_id"],

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import wandb
 
 import lmapp.callbacks.decay
 import lmapp.run
@@ -62,6 +63,8 @@ def arm(kill: dict[str, Any]) -> None:
         saving.keep_as_best = visits(saving.keep_as_best, number)
     elif where == "decay":
         lmapp.callbacks.decay.measure = visits(lmapp.callbacks.decay.measure, number)
+    elif where == "finish":
+        wandb.sdk.wandb_run.Run.finish = visits(wandb.sdk.wandb_run.Run.finish, number)
     elif where == "step":
         torch.optim.AdamW.step = visits(torch.optim.AdamW.step, number)
     # "seconds" is the parent's work

@@ -121,14 +121,13 @@ def test_finished_offline_run_read_back(tmp_path: Path, real_text: str, capsys: 
     assert {"last/loss", "parameters", "characters", "unigram_bits", "bigram_bits"} <= summary.keys()
 
 
-def test_killed_and_resumed_run_has_every_step_once(tmp_path: Path, real_text: str) -> None:
-    config = make_config(tmp_path, real_text[:20_000], wandb="offline")
-    plan = [{"where": "step", "visit": 14}, {"where": "writing", "visit": 2}, {"where": "decay", "visit": 1}]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
+def kill(directory: Path, config: dict[str, Any], plan: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
+    """Train, killed as the plan says, by tests/killing.py."""
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "plan.json").write_text(json.dumps(plan))
     script = Path(__file__).parents[1] / "killing.py"
-    result = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "config.json"), str(tmp_path / "plan.json")],
+    return subprocess.run(
+        [sys.executable, str(script), str(directory / "config.json"), str(directory / "plan.json")],
         capture_output=True,
         text=True,
         timeout=300,
@@ -136,6 +135,11 @@ def test_killed_and_resumed_run_has_every_step_once(tmp_path: Path, real_text: s
         # Not the service of this process: every life of the run has its own, as on a user's machine.
         env={name: value for name, value in os.environ.items() if "WANDB_SERVICE" not in name},
     )
+
+
+def test_killed_and_resumed_run_has_every_step_once(tmp_path: Path, real_text: str) -> None:
+    plan = [{"where": "step", "visit": 14}, {"where": "writing", "visit": 2}, {"where": "decay", "visit": 1}]
+    result = kill(tmp_path, make_config(tmp_path, real_text[:20_000], wandb="offline"), plan)
     assert result.returncode == 0, result.stderr[-3000:]
     run = tmp_path / "runs" / "run"
     assert len(list(run.glob("wandb/offline-run-*"))) == 4
@@ -153,6 +157,23 @@ def test_killed_and_resumed_run_has_every_step_once(tmp_path: Path, real_text: s
         assert {n: row[n] for n in expected if n not in timed} == pytest.approx(
             {n: v for n, v in expected.items() if n not in timed}, rel=1e-6
         )
+
+
+def test_a_run_killed_while_it_is_closed_is_completed(tmp_path: Path, real_text: str) -> None:
+    """Its last checkpoint says that it is finished; W&B lacks its end until it is resumed."""
+    result = kill(tmp_path, make_config(tmp_path, real_text[:20_000], wandb="offline"), [{"where": "finish"}])
+    assert "is finished (step 40)" in result.stderr, result.stderr[-3000:]
+    run = tmp_path / "runs" / "run"
+    records = offline_records(run)
+    local = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert Counter(row["trainer/global_step"] for row in history(records)) == Counter(local)
+    summary = {k: v for r in records if r["type"] == "summary" for k, v in r["summary"]["update"].items()}
+    best = json.loads((run / "summary.json").read_text())["best"]["val/loss"]
+    assert summary["best/loss"] == pytest.approx(best)
+    folders = len(list(run.glob("wandb/offline-run-*")))
+    with pytest.raises(lmapp.errors.UsageError, match="is finished"):
+        lmapp.train(resume="run", runs_dir=str(tmp_path / "runs"), quiet=True)
+    assert len(list(run.glob("wandb/offline-run-*"))) == folders, "there was nothing left to complete"
 
 
 def test_mode_is_online_only_with_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
