@@ -16,14 +16,6 @@ from lmapp.training.module import LanguageModule
 STEPS, LOGGED, STEPS_PER_EPOCH = 40, 4, 16
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def text(real_text: str) -> str:
     """1,003 characters: in four rows of windows of 16, an epoch has sixteen steps and uneven rows."""

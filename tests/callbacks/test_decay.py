@@ -15,14 +15,6 @@ from lmapp.gradients.decay import measure
 TAU = 12
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def run(directory: Path, text: str, **sections: dict[str, Any]) -> Path:
     (directory / "text.txt").write_text(text, encoding="utf-8")
     options = {

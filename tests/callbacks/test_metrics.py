@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import lmapp
 from lmapp.units import perplexity
@@ -22,14 +21,6 @@ FIGURES = [
     "at_truncation", "lost_share",
 ]  # fmt: skip
 AXES = {"step", "characters", "seconds"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def run(directory: Path, text: str, **sections: dict[str, Any]) -> list[dict[str, Any]]:

@@ -7,21 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
 import lmapp.run
 from lmapp.callbacks import progress
 from lmapp.config import build
 from lmapp.training.module import LanguageModule
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def shown(directory: Path, text: str, *, terminal: bool, **train: Any) -> str:

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -19,14 +19,6 @@ from lmapp.vocabulary import Vocabulary
 
 ALPHABET = "\n abcdefghij"
 GREEDY = Sampling(temperature=0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_model(

@@ -46,14 +46,6 @@ def train(directory: Path, text: str, name: str, **sections: dict[str, Any]) -> 
     return lmapp.train(config, quiet=True).path
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def ascii_text(real_text: str) -> str:
     """30,000 characters of ASCII, every one of which occurs at the beginning."""

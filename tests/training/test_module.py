@@ -23,14 +23,6 @@ ROWS, WIDTH = 4, 16
 TIMED = ("seconds", "train/seconds", "train/chars_per_second")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def ascii_text(real_text: str) -> str:
     """560 characters; in four rows of windows of 16 an epoch has eight steps, uneven rows and a narrow last window."""

@@ -26,14 +26,6 @@ TIMED = ("seconds", "train/seconds", "train/chars_per_second")
 STEPS_PER_EPOCH = 11
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def text(real_text: str) -> str:
     """1,000 characters, of which 300 are for validation: an epoch has eleven steps."""
