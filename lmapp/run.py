@@ -440,8 +440,8 @@ class _Assembly:
         carried = "state carried on" if config.train.carry_state else "state reset at every window"
         self._line(
             "batches",
-            f"{batches.batch_size} rows × {batches.sequence_length} characters, "
-            f"{len(batches):,} steps a pass, {carried}",
+            f"{_count(batches.batch_size, 'row')} × {_count(batches.sequence_length, 'character')}, "
+            f"{_count(len(batches), 'step')} a pass, {carried}",
         )
         why = " (native here)" if how["precision"] == "bf16" and how["device"] == "cpu" else ""
         self._line(
