@@ -6,7 +6,7 @@ Shapes: B batch, T time, V vocabulary, N ids of the text, R rows it is read in.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +33,6 @@ class Score:
     loss_sum: float
     characters: int
     bytes: int
-
-    def __add__(self, other: Score) -> Score:
-        return Score(self.loss_sum + other.loss_sum, self.characters + other.characters, self.bytes + other.bytes)
 
     @property
     def loss(self) -> float:
@@ -67,7 +64,6 @@ def evaluate(
     batch_size: int,
     warm_up: int = 512,
     chunk: int = 256,
-    should_stop: Callable[[], bool] | None = None,
 ) -> Score:
     """Read a text with carried state and score each of its characters but the first, once.
 
@@ -82,7 +78,6 @@ def evaluate(
         batch_size: the most rows read at once.
         warm_up: ids a row reads before it is scored.
         chunk: characters read in one call of the model.
-        should_stop: asked before every chunk; once it says true, the score of what was read so far is returned.
 
     Raises:
         LmappError: fewer than two ids: nothing is predicted.
@@ -100,8 +95,6 @@ def evaluate(
         if rows > 1 and warm_up:
             warm = model.initial_state(rows - 1)
             for start in range(0, warm_up, chunk):
-                if should_stop is not None and should_stop():
-                    return tally.score()
                 offsets = np.arange(start, min(start + chunk, warm_up)) - warm_up
                 _, warm = model(tally.tensor(ids[firsts[1:, None] + offsets]), warm)
             states = tuple(
@@ -109,8 +102,6 @@ def evaluate(
                 for cold, state in zip(states, warm, strict=True)
             )
         for start in range(0, int(shares[0]), chunk):
-            if should_stop is not None and should_stop():
-                break
             offsets = np.arange(start, min(start + chunk, int(shares[0])))
             scored = offsets < shares[:, None]
             # A shorter row reads one id more than it has; that target is not scored.
