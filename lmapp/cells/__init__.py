@@ -15,6 +15,11 @@ CELLS: dict[str, str] = {
     "vanilla": "lmapp.cells.vanilla:Vanilla",
     "lstm": "lmapp.cells.lstm:LSTM",
     "gru": "lmapp.cells.gru:GRU",
+    "gru_before": "lmapp.cells.gru_before:GRUBefore",
+    "lstm_linear": "lmapp.cells.lstm_linear:LinearLSTM",
+    "concatenated": "lmapp.cells.concatenated:Concatenated",
+    "mingru": "lmapp.cells.mingru:MinGRU",
+    "minlstm": "lmapp.cells.minlstm:MinLSTM",
 }
 
 

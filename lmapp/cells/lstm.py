@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from lmapp.cells.protocol import GatedCell, Product, blocks_backward, cast, stacked_product, state_buffers
+from lmapp.cells.products import Product, cast, stacked_product
+from lmapp.cells.protocol import GatedCell, Masks, blocks_backward, state_buffers
 
 _aten = torch.ops.aten
 
@@ -28,20 +29,24 @@ class LSTM(GatedCell):
 
     state_type: ClassVar[type[Any]] = LSTMState
     blocks = 4
+    remembers = True
+    memory_gates: ClassVar[dict[int, int]] = {0: -1, 1: 1}
+    squash: ClassVar[bool] = True
+    """Whether the output reads tanh(c), or c itself."""
 
     @torch.no_grad()
-    def reset_parameters(self, init: str = "orthogonal", fan_in: int | None = None) -> None:
-        """As every cell; "orthogonal" also sets the forget gate's bias to 1 (all of it in bias_ih)."""
+    def reset_parameters(self, init: str = "orthogonal", fan_in: float | None = None) -> None:
+        """As every cell; unless "torch", the forget gate's bias is 1, all of it in bias_ih (Jozefowicz et al. 2015)."""
         super().reset_parameters(init, fan_in)
-        if init == "orthogonal":
-            nn.init.ones_(self.bias_ih[self.hidden_size : 2 * self.hidden_size])
+        if init != "torch" and self.bias_ih is not None:
+            self.set_memory_bias(1.0, None)
 
     def step(self, gates: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState]:  # noqa: D102
         h = state.h.to(gates.dtype)
         i, f, g, o = (gates + F.linear(h, self.weight_hh.to(h.dtype))).chunk(4, -1)
         i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
         c = f * state.c + i * g
-        h = o * c.tanh()
+        h = o * (c.tanh() if self.squash else c)
         return h.to(gates.dtype), LSTMState(h, c)
 
     def kernel(self, device_type: str, dtype: torch.dtype, masks: bool) -> str:
@@ -50,21 +55,25 @@ class LSTM(GatedCell):
         The latter runs at the speed of its products, which plain torch operations do not reach. Inputs much wider than
         the state (one-hot over a large alphabet) are ours: through a table they cost nothing.
         """
+        if not self.squash:
+            return "scan"
         fused = dtype != torch.float64 and self.input_size <= 2 * self.hidden_size
         return "torch" if not masks and (device_type == "cuda" or (device_type == "cpu" and fused)) else "scan"
 
     def torch_forward(self, x: Tensor, hidden: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:  # noqa: D102
-        return torch._VF.lstm(x, hidden, weights, True, 1, 0.0, torch.is_grad_enabled(), False, False)
+        return torch._VF.lstm(x, hidden, weights, len(weights) > 2, 1, 0.0, torch.is_grad_enabled(), False, False)
 
     def run(  # noqa: D102
-        self, gates: Tensor, state: LSTMState, keep: Tensor | None
+        self, weights: tuple[Tensor, ...], gates: Tensor, state: LSTMState, masks: Masks
     ) -> tuple[Tensor, LSTMState, tuple[Tensor, ...]]:
         steps, batch, _ = gates.shape
-        size = self.hidden_size
-        recur = Product(self.weight_hh.to(gates.dtype), batch)
+        size, keep, zoneout = self.hidden_size, masks.keep, masks.zoneout
+        recur = Product(weights[0].to(gates.dtype), batch)
         entering, outputs = state_buffers(gates, state.h, keep)
         memory, memory_after = state_buffers(gates, state.c, keep)
-        squashed = gates.new_empty(steps, batch, size)  # tanh(c) after each step
+        # What the output gate lets out after each step: tanh(c), or c, which is kept anyway.
+        apart = self.squash or zoneout is not None
+        squashed = gates.new_empty(steps, batch, size) if apart else memory_after
         values = torch.empty_like(gates)  # i, f, g, o
         values_ifg, values_o = (block.unbind() for block in values.split((3 * size, size), -1))
         values_g = values[..., 2 * size : 3 * size].unbind()
@@ -80,50 +89,68 @@ class LSTM(GatedCell):
             torch.sigmoid(pre, out=values[t])
             torch.tanh(pre[:, 2 * size : 3 * size], out=values_g[t])
             i, f, g = cast(values_ifg[t], wide).chunk(3, 1)
+            if zoneout is not None:
+                new = torch.addcmul(i * g, c, f)
+                squashed[t] = new.tanh() if self.squash else new
+                memory_after[t] = torch.lerp(new, c, zoneout.c[t], out=c)
+                torch.lerp(values_o[t] * squashed[t], before, zoneout.h[t].to(before.dtype), out=after)
+                continue
             c.mul_(f).addcmul_(i, g)
-            torch.tanh(memory_after[t].copy_(c), out=squashed[t])
+            memory_after[t].copy_(c)
+            if self.squash:
+                torch.tanh(memory_after[t], out=squashed[t])
             torch.mul(values_o[t], squashed[t], out=after)
         last = LSTMState(outputs[-1].to(c.dtype, copy=True), c)
         return outputs, last, (entering, memory, values, squashed)
 
     def back(  # noqa: D102
         self,
+        weights: tuple[Tensor, ...],
         trace: tuple[Tensor, ...],
         output_gradients: Tensor,
         last: LSTMState,
         entering: LSTMState | None,
-        *masks: Tensor,
+        masks: Masks,
     ) -> tuple[Tensor, LSTMState]:
         _, memory, values, squashed = trace
         steps, rows, size = output_gradients.shape
         batch = memory.shape[1]
         grouped = (batch, rows // batch, size)
-        recur = Product(self.weight_hh.to(values.dtype).t(), rows)
+        recur = Product(weights[0].to(values.dtype).t(), rows)
         deltas = values.new_empty(steps, rows, 4 * size)
         spread = deltas.view(steps, batch, rows // batch, 4, size)
         deltas_ifg, deltas_o = spread[..., :3, :].unbind(), spread[..., 3, :].unbind()
         through_h = (last.h + output_gradients[-1]).to(values.dtype)
         carry = last.c.view(grouped)
         narrow, wide = values.new_empty(grouped), torch.empty_like(carry)
+        zoned = masks.zoneout is not None
         # Alone, ∂J/∂h_t's two parts meet inside the product; otherwise the recurrent part is wanted by itself.
-        alone = entering is None and not masks
+        alone = entering is None and masks.none
         for block in blocks_backward(steps, 4 * batch * size):
             span = slice(block.start, block.stop)
             factors_ifg, factors_o, factors_c, forget = self._factors(
                 memory[span], values[span], squashed[span], carry.dtype
             )
             for t in reversed(block):
-                at = t - block.start
+                here = t - block.start
                 gradient = through_h.view(grouped)
-                torch.mul(gradient, factors_o[at], out=deltas_o[t])
-                carry.addcmul_(cast(gradient, wide), factors_c[at])
-                torch.mul(cast(carry, narrow).unsqueeze(2), factors_ifg[at], out=deltas_ifg[t])
-                carry.mul_(forget[at])
+                if zoned:
+                    kept_h, kept_c = (mask[t].unsqueeze(1) for mask in masks.zoneout)  # type: ignore[union-attr]
+                    stays_h, stays_c = gradient * kept_h, carry * kept_c
+                    gradient = gradient - stays_h.to(gradient.dtype)
+                    carry.sub_(stays_c)
+                torch.mul(gradient, factors_o[here], out=deltas_o[t])
+                carry.addcmul_(cast(gradient, wide), factors_c[here])
+                torch.mul(cast(carry, narrow).unsqueeze(2), factors_ifg[here], out=deltas_ifg[t])
+                carry.mul_(forget[here])
                 if alone and t:
                     through_h = recur(deltas[t], addend=output_gradients[t - 1])
                     continue
                 through_h = recur(deltas[t])
-                for mask in masks:
+                if zoned:
+                    through_h.view(grouped).add_(stays_h)
+                    carry.add_(stays_c)
+                for mask in masks.factors:
                     column = mask[t].unsqueeze(1)
                     through_h.mul_(column)
                     last.c.mul_(column)
@@ -148,9 +175,9 @@ class LSTM(GatedCell):
         _aten.sigmoid_backward.grad_input(memory, f, grad_input=factor_f)
         _aten.tanh_backward.grad_input(i, g, grad_input=factor_g)
         _aten.sigmoid_backward.grad_input(squashed, o, grad_input=factor_o)
-        factor_c = _aten.tanh_backward(o, squashed).to(wide).unsqueeze(2)
+        factor_c = (_aten.tanh_backward(o, squashed) if self.squash else o).to(wide).unsqueeze(2)
         forget = f.to(wide).unsqueeze(2)
         return factors[..., :3, :].unbind(), factors[..., 3, :].unbind(), factor_c.unbind(), forget.unbind()
 
-    def parameter_gradients(self, trace: tuple[Tensor, ...], deltas: Tensor) -> tuple[Tensor, None]:  # noqa: D102
-        return stacked_product(deltas, trace[0]).to(self.weight_hh.dtype), None
+    def parameter_gradients(self, trace: tuple[Tensor, ...], deltas: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+        return (stacked_product(deltas, trace[0]).to(self.weight_hh.dtype),)

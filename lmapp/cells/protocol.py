@@ -13,7 +13,9 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
+
+from lmapp.cells.products import linear, product
+from lmapp.errors import UsageError
 
 State: TypeAlias = Any
 """A NamedTuple of tensors (B, H), fp32 (float64 in float64); its field names are the state's components."""
@@ -30,6 +32,34 @@ def map_state(function: Callable[[Tensor], Tensor], state: State) -> State:
     return type(state)(*map(function, state))
 
 
+def map_states(function: Callable[..., Tensor], *states: State) -> State:
+    """The state made by `function` of the same component of each of `states`."""
+    return type(states[0])(*map(function, *states))
+
+
+def at(states: State | None, t: int) -> State | None:
+    """Step t of a State of (T, B, H), if there is one."""
+    return None if states is None else map_state(lambda s: s[t], states)
+
+
+class Masks(NamedTuple):
+    """What a scan does to the states between its steps, as in `Cell.scan`; keep and credit in the state's dtype."""
+
+    keep: Tensor | None = None
+    credit: Tensor | None = None
+    zoneout: State | None = None
+
+    @property
+    def factors(self) -> tuple[Tensor, ...]:
+        """Those that multiply the gradient of the state entering a step: (T, B) each."""
+        return tuple(mask for mask in (self.keep, self.credit) if mask is not None)
+
+    @property
+    def none(self) -> bool:
+        """Whether nothing is masked."""
+        return self.keep is None and self.credit is None and self.zoneout is None
+
+
 class Cell(nn.Module):
     """A recurrence. A subclass gives `state_type`, `gate_size`, `project` and `step`; all else follows from these.
 
@@ -38,6 +68,14 @@ class Cell(nn.Module):
 
     state_type: ClassVar[type[Any]]
     gate_size: int
+    options: ClassVar[tuple[str, ...]] = ()
+    """Options of the network that the constructor takes by name: of `activation` and `bias`."""
+    reads_out: ClassVar[bool] = False
+    """Whether the outputs are the logits; the constructor then takes `output_size`, the number of them."""
+    recurrent_weight: ClassVar[str | None] = None
+    """The parameter that weight drop acts on."""
+    remembers: ClassVar[bool] = False
+    """Whether a gate keeps the state, so that `set_memory_bias` has one to set."""
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -45,14 +83,25 @@ class Cell(nn.Module):
         self.hidden_size = hidden_size
         self.output_size = hidden_size
 
-    def reset_parameters(self, init: str = "orthogonal", fan_in: int | None = None) -> None:
+    def reset_parameters(self, init: str = "orthogonal", fan_in: float | None = None) -> None:
         """Draw the parameters anew from torch's global generator.
 
         Args:
-            init: "orthogonal" or "torch".
-            fan_in: how many of the D inputs are not zero at a time: 1 for one-hot inputs, D unless given.
+            init: "orthogonal", "identity" or "torch".
+            fan_in: the squared length of an input: 1 for a one-hot one, D (entries of size 1) unless given.
         """
         raise NotImplementedError
+
+    def set_memory_bias(self, bias: float | None, longest: float | None) -> None:
+        """Set the bias of the gate that keeps the state, to `bias` or by chrono initialisation up to T_max `longest`.
+
+        Raises:
+            UsageError: the cell has no such gate.
+        """
+        raise UsageError(
+            f"--model.{'chrono' if bias is None else 'forget-bias'} sets the bias of the gate that keeps the state; "
+            f"{type(self).__name__} has none."
+        )
 
     def project(self, x: Tensor) -> Tensor:
         """The input's half of the gates, with every bias that is only added: (…, D) to (…, G)."""
@@ -61,6 +110,21 @@ class Cell(nn.Module):
     def step(self, gates: Tensor, state: State) -> tuple[Tensor, State]:
         """One step in plain differentiable operations: gates (B, G) and state to output (B, output_size) and state."""
         raise NotImplementedError
+
+    def zone(self, output: Tensor, old: State, new: State, zoneout: State) -> tuple[Tensor, State]:
+        """What `step` gives under zoneout (Krueger et al. 2017, arXiv:1606.01305): 1 keeps the old value, 0 the new.
+
+        Args:
+            output: of the step from `old` to `new`.
+            old: the state that entered it.
+            new: the state it made.
+            zoneout: a State of (B, H) masks, or of their mean.
+
+        Returns:
+            output and state; the output is the state's h mixed so, unless it is something else than h.
+        """
+        state = map_states(lambda before, after, mask: mask * before + (1 - mask) * after, old, new, zoneout)
+        return (output if self.reads_out else state.h.to(output.dtype)), state
 
     def initial_state(self, batch_size: int) -> State:
         """The state before the first character: zeros."""
@@ -81,7 +145,12 @@ class Cell(nn.Module):
         return "scan"
 
     def scan(
-        self, gates: Tensor, state: State, keep: Tensor | None = None, credit: Tensor | None = None
+        self,
+        gates: Tensor,
+        state: State,
+        keep: Tensor | None = None,
+        credit: Tensor | None = None,
+        zoneout: State | None = None,
     ) -> tuple[Tensor, State]:
         """`step` over time.
 
@@ -90,6 +159,7 @@ class Cell(nn.Module):
             state: the state entering the first step.
             keep: (T, B), multiplies the state entering step t (0: a new document starts there).
             credit: (T, B), multiplies only the gradient of that state (0: truncation of the gradient there).
+            zoneout: a State of (T, B, H), the part of each entry that keeps its old value.
 
         Returns:
             outputs (T, B, output_size) and the state after the last step.
@@ -102,15 +172,24 @@ class Cell(nn.Module):
                 share = credit[t].unsqueeze(1).to(state[0].dtype)
                 # s − s.detach() is zero, so that the value stays exactly the same.
                 state = type(state)(*(s.detach() + share * (s - s.detach()) for s in state))
-            output, state = self.step(gates[t], state)
+            output, state = self._zoned_step(gates[t], state, at(zoneout, t))
             outputs.append(output)
         return torch.stack(outputs), state
 
     def forward(
-        self, x: Tensor, state: State, keep: Tensor | None = None, credit: Tensor | None = None
+        self,
+        x: Tensor,
+        state: State,
+        keep: Tensor | None = None,
+        credit: Tensor | None = None,
+        zoneout: State | None = None,
     ) -> tuple[Tensor, State]:
-        """Inputs (T, B, D) to outputs (T, B, output_size) and the last state; `keep` and `credit` as in `scan`."""
-        return self.scan(self.project(x), state, keep, credit)
+        """Inputs (T, B, D) to outputs (T, B, output_size) and the last state; masks as in `scan`."""
+        return self.scan(self.project(x), state, keep, credit, zoneout)
+
+    def _zoned_step(self, gates: Tensor, state: State, zoneout: State | None) -> tuple[Tensor, State]:
+        output, new = self.step(gates, state)
+        return (output, new) if zoneout is None else self.zone(output, state, new, zoneout)
 
     def input_gradients(self, x: Tensor, gate_gradients: Tensor) -> Tensor:
         """From ∂J/∂gates (T, R, G) to ∂J/∂x (T, R, D); x (T, B, D), R = B·m as in `state_gradients`."""
@@ -118,13 +197,16 @@ class Cell(nn.Module):
             leaf = x.detach().repeat_interleave(gate_gradients.shape[1] // x.shape[1], 1).requires_grad_()
             return torch.autograd.grad(self.project(leaf), leaf, gate_gradients)[0]
 
-    def state_gradients(self, gates: Tensor, state: State, output_gradients: Tensor) -> tuple[State, Tensor]:
+    def state_gradients(
+        self, gates: Tensor, state: State, output_gradients: Tensor, zoneout: State | None = None
+    ) -> tuple[State, Tensor]:
         """Gradients of J with respect to the states that each step reads, along the recurrence alone.
 
         Args:
             gates: (T, B, G).
             state: the state entering the first step.
             output_gradients: (T, R, output_size), ∂J/∂output; R = B·m rows, m consecutive ones for each row of gates.
+            zoneout: as in `scan`.
 
         Returns:
             entering: a State of (T+1, R, H); entry t is ∂J/∂(state entering step t), entry T is zero.
@@ -135,12 +217,14 @@ class Cell(nn.Module):
         with torch.enable_grad():
             leaf = gates.detach().repeat_interleave(repeats, 1).requires_grad_()
             state = map_state(lambda s: s.detach().repeat_interleave(repeats, 0).requires_grad_(), state)
+            if zoneout is not None:
+                zoneout = map_state(lambda z: z.repeat_interleave(repeats, 1), zoneout)
             entering, outputs = [], []
             for t in range(steps):
                 # A view is a node of its own: what step t reads, apart from what leaves step t−1 as its output.
                 state = map_state(lambda s: s.view_as(s), state)
                 entering.append(state)
-                output, state = self.step(leaf[t], state)
+                output, state = self._zoned_step(leaf[t], state, at(zoneout, t))
                 outputs.append(output)
             leaves = [component for entry in entering for component in entry]
             gradients = torch.autograd.grad(
@@ -155,73 +239,122 @@ class Cell(nn.Module):
 
 
 class GatedCell(Cell):
-    """A cell that torch.nn has too, with a backward pass of its own.
+    """A cell with a recurrent matrix and a backward pass of its own.
 
-    Its parameters carry torch.nn's names (without the layer's suffix), shapes and gate order: weight_ih (G, D),
-    weight_hh (G, H), bias_ih (G,) and bias_hh (G,), where G = blocks·H. A subclass adds `run`, `back` and
-    `parameter_gradients`; from them follow `scan`, which costs one small product a step in each direction and one large
-    one for the gradient of weight_hh, and `state_gradients`. `torch_forward` is what runs where `kernel` says "torch".
+    Its parameters carry torch.nn's names (without the layer's suffix), shapes and gate order where torch.nn has the
+    cell: weight_ih (G, D), weight_hh (G, H), bias_ih (G,) and bias_hh (G,), where G = blocks·H, and V more if the cell
+    reads out. Without `bias` the last two are None. A subclass adds `run`, `back` and `parameter_gradients`; from them
+    follow `scan`, which costs one small product a step in each direction and one large one for the gradient of
+    weight_hh, and `state_gradients`. `torch_forward` is what runs where `kernel` says "torch".
     """
 
     state_type = HiddenState
+    options: ClassVar[tuple[str, ...]] = ("bias",)
+    recurrent_weight = "weight_hh"
     blocks: ClassVar[int]
+    biases: ClassVar[tuple[str, ...]] = ("bias_ih", "bias_hh")
+    bias_ih: nn.Parameter | None
+    bias_hh: nn.Parameter | None
+    memory_gates: ClassVar[dict[int, int]] = {}
+    """Where `remembers`: blocks of the gates that chrono initialisation sets, and the sign of log U; +1 keeps."""
 
-    def __init__(self, input_size: int, hidden_size: int) -> None:
+    def __init__(self, input_size: int, hidden_size: int, *, bias: bool = True, output_size: int | None = None) -> None:
         super().__init__(input_size, hidden_size)
         self.gate_size = self.blocks * hidden_size
+        if output_size is not None:
+            self.output_size = output_size
+            self.gate_size += output_size
         self.weight_ih = nn.Parameter(torch.empty(self.gate_size, input_size))
         self.weight_hh = nn.Parameter(torch.empty(self.gate_size, hidden_size))
-        self.bias_ih = nn.Parameter(torch.empty(self.gate_size))
-        self.bias_hh = nn.Parameter(torch.empty(self.gate_size))
+        for name in ("bias_ih", "bias_hh"):
+            present = bias and name in self.biases
+            self.register_parameter(name, nn.Parameter(torch.empty(self.gate_size)) if present else None)
         self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self, init: str = "orthogonal", fan_in: int | None = None) -> None:
+    def reset_parameters(self, init: str = "orthogonal", fan_in: float | None = None) -> None:
         """Draw the parameters anew.
 
-        "torch": everything uniform in ±1/√H. "orthogonal": each gate's H×H block of weight_hh orthogonal, weight_ih
-        uniform in ±√(3/fan_in), so that inputs of size 1 make gates of variance 1, biases 0. After one pass over tiny
-        Shakespeare's one-hot characters that bound, √3, led 1 by 0.04 (GRU), 0.13 (LSTM) and 0.08 nats (vanilla).
+        "torch": everything uniform in ±1/√H. "orthogonal" and "identity": each gate's H×H block of weight_hh is that,
+        weight_ih uniform in ±√(3/fan_in), so that inputs of size 1 make gates of variance 1, biases 0. After one pass
+        over tiny Shakespeare's one-hot characters that bound, √3, led 1 by 0.04 (GRU), 0.13 (LSTM) and 0.08 nats
+        (vanilla).
         """
         if init == "torch":
             bound = self.hidden_size**-0.5
             for parameter in self.parameters():
                 nn.init.uniform_(parameter, -bound, bound)
             return
-        if init != "orthogonal":
-            raise ValueError(f"init is 'orthogonal' or 'torch', not {init!r}")
-        for block in self.weight_hh.chunk(self.blocks):
-            nn.init.orthogonal_(block)
+        if init not in ("orthogonal", "identity"):
+            raise ValueError(f"init is 'orthogonal', 'identity' or 'torch', not {init!r}")
+        for block in self.weight_hh.split(self.hidden_size):
+            if init == "identity" and len(block) == self.hidden_size:
+                nn.init.eye_(block)
+            else:
+                nn.init.orthogonal_(block)
         bound = (3 / (fan_in or self.input_size)) ** 0.5
         nn.init.uniform_(self.weight_ih, -bound, bound)
-        nn.init.zeros_(self.bias_ih)
-        nn.init.zeros_(self.bias_hh)
+        for bias in (self.bias_ih, self.bias_hh):
+            if bias is not None:
+                nn.init.zeros_(bias)
 
-    def input_bias(self) -> Tensor:
+    @torch.no_grad()
+    def set_memory_bias(self, bias: float | None, longest: float | None) -> None:
+        """As every cell; all of it in bias_ih, bias_hh is 0 there.
+
+        Chrono initialisation (Tallec & Ollivier 2018, arXiv:1804.11188): log U(1, T_max − 1) on the gate that keeps the
+        state, its negative on a gate that lets the new in.
+        """
+        if not self.remembers or self.bias_ih is None:
+            super().set_memory_bias(bias, longest)
+        size = self.hidden_size
+        drawn = bias if longest is None else torch.empty(size).uniform_(1, longest - 1).log_()
+        for block, sign in self.memory_gates.items():
+            if sign == 1 or longest is not None:
+                rows = slice(block * size, (block + 1) * size)
+                assert self.bias_ih is not None and self.bias_hh is not None
+                self.bias_ih[rows] = sign * drawn  # type: ignore[operator]
+                self.bias_hh[rows] = 0
+
+    def input_bias(self) -> Tensor | None:
         """The biases (G,) that are only added to the gates."""
-        return self.bias_ih + self.bias_hh
+        return self.bias_ih if self.bias_ih is None or self.bias_hh is None else self.bias_ih + self.bias_hh
 
     def project(self, x: Tensor) -> Tensor:  # noqa: D102
         return linear(x, self.weight_ih, self.input_bias())
 
     def table(self) -> Tensor:  # noqa: D102
-        return self.weight_ih.t().contiguous() + self.input_bias()
+        table, bias = self.weight_ih.t().contiguous(), self.input_bias()
+        return table if bias is None else table + bias
 
-    def run(self, gates: Tensor, state: State, keep: Tensor | None) -> tuple[Tensor, State, tuple[Tensor, ...]]:
+    def weights(self) -> tuple[Tensor, ...]:
+        """The parameters that `step` reads."""
+        return (self.weight_hh,)
+
+    def run(
+        self, weights: tuple[Tensor, ...], gates: Tensor, state: State, masks: Masks
+    ) -> tuple[Tensor, State, tuple[Tensor, ...]]:
         """The forward pass without a graph: outputs, the last state, and the tensors that `back` needs."""
         raise NotImplementedError
 
     def back(
-        self, trace: tuple[Tensor, ...], output_gradients: Tensor, last: State, entering: State | None, *masks: Tensor
+        self,
+        weights: tuple[Tensor, ...],
+        trace: tuple[Tensor, ...],
+        output_gradients: Tensor,
+        last: State,
+        entering: State | None,
+        masks: Masks,
     ) -> tuple[Tensor, State]:
         """The backward pass over R = B·m rows, m consecutive ones for each row of `trace`.
 
         Args:
+            weights: as `run` had them.
             trace: from `run`.
-            output_gradients: (T, R, H), in the gates' dtype.
+            output_gradients: (T, R, output_size), in the gates' dtype.
             last: gradients (R, H) of the last state, overwritten.
             entering: a State of (T+1, R, H) to write each step's ∂J/∂(state entering it) into.
-            masks: (T, B) factors of those gradients.
+            masks: as `run` had them; keep and credit only where m = 1.
 
         Returns:
             deltas (T, R, …), in the gates' dtype, the rest of whose meaning is the cell's, and the gradients of the
@@ -233,8 +366,8 @@ class GatedCell(Cell):
         """The part of `deltas` that is the gradient of the gates: (T, R, G)."""
         return deltas
 
-    def parameter_gradients(self, trace: tuple[Tensor, ...], deltas: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Gradients of weight_hh and of what `step` reads of bias_hh (None: nothing)."""
+    def parameter_gradients(self, trace: tuple[Tensor, ...], deltas: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of `weights`."""
         raise NotImplementedError
 
     def input_gradients(self, x: Tensor, gate_gradients: Tensor) -> Tensor:  # noqa: D102
@@ -242,34 +375,50 @@ class GatedCell(Cell):
         return product(rows, self.weight_ih.to(rows.dtype).t()).view(*gate_gradients.shape[:2], -1)
 
     def torch_forward(self, x: Tensor, hidden: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
-        """torch.nn's kernel: x (T, B, D) and hidden, (1, B, H) each, to outputs (T, B, H) and the last hidden."""
+        """torch.nn's kernel: x (T, B, D) and hidden, (1, B, H) each, to outputs (T, B, H) and the last hidden.
+
+        `weights` are weight_ih, weight_hh and, if there are any, bias_ih and bias_hh.
+        """
         raise NotImplementedError
 
     def forward(  # noqa: D102
-        self, x: Tensor, state: State, keep: Tensor | None = None, credit: Tensor | None = None
+        self,
+        x: Tensor,
+        state: State,
+        keep: Tensor | None = None,
+        credit: Tensor | None = None,
+        zoneout: State | None = None,
     ) -> tuple[Tensor, State]:
-        if self.kernel(x.device.type, x.dtype, keep is not None or credit is not None) == "scan":
-            return self.scan(self.project(x), state, keep, credit)
-        weights = [w.to(x.dtype) for w in (self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)]
+        if self.kernel(x.device.type, x.dtype, not Masks(keep, credit, zoneout).none) == "scan":
+            return self.scan(self.project(x), state, keep, credit, zoneout)
+        weights = [w.to(x.dtype) for w in (self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh) if w is not None]
         with _in_pieces(x.is_cuda):
             outputs, *last = self.torch_forward(x, [s.to(x.dtype).unsqueeze(0) for s in state], weights)
         return outputs, self.state_type(*(s.squeeze(0).to(state[0].dtype) for s in last))
 
     def scan(  # noqa: D102
-        self, gates: Tensor, state: State, keep: Tensor | None = None, credit: Tensor | None = None
+        self,
+        gates: Tensor,
+        state: State,
+        keep: Tensor | None = None,
+        credit: Tensor | None = None,
+        zoneout: State | None = None,
     ) -> tuple[Tensor, State]:
-        outputs, *last = _Scan.apply(self, gates, self.weight_hh, self.bias_hh, keep, credit, *state)
+        wide = state[0].dtype
+        masks = Masks(None if keep is None else keep.to(wide), None if credit is None else credit.to(wide), zoneout)
+        outputs, *last = _Scan.apply(self, masks, gates, *self.weights(), *state)
         return outputs, self.state_type(*last)
 
     @torch.no_grad()
     def state_gradients(  # noqa: D102
-        self, gates: Tensor, state: State, output_gradients: Tensor
+        self, gates: Tensor, state: State, output_gradients: Tensor, zoneout: State | None = None
     ) -> tuple[State, Tensor]:
-        _, _, trace = self.run(gates, state, None)
+        masks, weights = Masks(zoneout=zoneout), self.weights()
+        _, _, trace = self.run(weights, gates, state, masks)
         steps, rows, _ = output_gradients.shape
         last = map_state(lambda s: s.new_zeros(rows, self.hidden_size), state)
         entering = map_state(lambda s: s.new_zeros(steps + 1, rows, self.hidden_size), state)
-        deltas, _ = self.back(trace, output_gradients.to(gates.dtype).contiguous(), last, entering)
+        deltas, _ = self.back(weights, trace, output_gradients.to(gates.dtype).contiguous(), last, entering, masks)
         return entering, self.gate_gradients(deltas)
 
 
@@ -304,117 +453,26 @@ def blocks_backward(steps: int, elements: int) -> Iterator[range]:
         yield range(max(0, stop - length), stop)
 
 
-def cast(tensor: Tensor, buffer: Tensor) -> Tensor:
-    """`tensor` in the dtype of `buffer`: itself, or copied into it."""
-    return tensor if tensor.dtype == buffer.dtype else buffer.copy_(tensor)
-
-
 class _Scan(torch.autograd.Function):
     """`GatedCell.scan`: the whole window is one node of the graph."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        cell: GatedCell,
-        gates: Tensor,
-        weight_hh: Tensor,
-        bias_hh: Tensor,
-        keep: Tensor | None,
-        credit: Tensor | None,
-        *state: Tensor,
-    ) -> tuple[Tensor, ...]:
-        masks = [None if mask is None else mask.to(state[0].dtype) for mask in (keep, credit)]
-        outputs, last, trace = cell.run(gates, cell.state_type(*state), masks[0])
-        ctx.cell = cell
+    def forward(ctx: Any, cell: GatedCell, masks: Masks, gates: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        width = len(cell.state_type._fields)
+        weights, state = tensors[:-width], cell.state_type(*tensors[-width:])
+        outputs, last, trace = cell.run(weights, gates, state, masks)
+        ctx.cell, ctx.masks, ctx.count = cell, masks, len(weights)
         # The weights are saved so that a change of them before the backward pass is noticed.
-        ctx.save_for_backward(weight_hh, bias_hh, *masks, *trace)
+        ctx.save_for_backward(*weights, *trace)
         return outputs, *last
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, output_gradients: Tensor, *last: Tensor) -> tuple[Tensor | None, ...]:
-        _, _, keep, credit, *saved = ctx.saved_tensors
-        cell, trace = ctx.cell, tuple(saved)
-        masks = [mask for mask in (keep, credit) if mask is not None]
+        cell, weights, trace = ctx.cell, ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         gradients = cell.state_type(*(gradient.clone() for gradient in last))
-        deltas, first = cell.back(trace, output_gradients.contiguous(), gradients, None, *masks)
-        weight = bias = None
-        if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
-            weight, bias = cell.parameter_gradients(trace, deltas)
-        return None, cell.gate_gradients(deltas), weight, bias, None, None, *first
-
-
-def _onednn(tensor: Tensor) -> bool:
-    """Whether oneDNN's products, which torch itself uses through its compiler only, take this tensor.
-
-    They are worth it: MKL's fp32 product runs at half the speed on some processors, and a packed bf16 weight saves the
-    repacking that an ordinary product does at every call.
-    """
-    if tensor.device.type != "cpu" or not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
-        return False
-    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        return False
-    if tensor.dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return tensor.dtype == torch.float32
-
-
-class Product:
-    """x (M, K) to x Wᵀ (M, N), for one W (N, K) and many x in turn."""
-
-    def __init__(self, weight: Tensor, rows: int) -> None:
-        self.packed = _onednn(weight)
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows) if self.packed else weight.t()
-
-    def __call__(self, x: Tensor, *, addend: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        """X Wᵀ plus `addend` (M, N) or `bias` (N,), not both."""
-        if self.packed and addend is None:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, bias, "none", [], "")
-        if self.packed:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, addend, self.weight, None, "add")
-        addend = bias if addend is None else addend
-        return torch.mm(x, self.weight) if addend is None else torch.addmm(addend, x, self.weight)
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (M, K) times weight (N, K) transposed, plus bias (N,), once."""
-    if x.dtype == torch.float32 and _onednn(x):
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
-
-
-def stacked_product(deltas: Tensor, inputs: Tensor) -> Tensor:
-    """Σ over all steps and rows of δ xᵀ, as one product: (…, N) and (…, K) to (N, K)."""
-    deltas, inputs = deltas.reshape(-1, deltas.shape[-1]), inputs.reshape(-1, inputs.shape[-1])
-    if deltas.dtype == torch.float32 and _onednn(deltas):
-        # oneDNN copies its first factor into its own order, so that is the narrower one; a second one with gaps between
-        # its rows would send it to its slow reference code.
-        return product(inputs.t(), deltas.contiguous().t()).t()
-    return torch.mm(deltas.t(), inputs)
-
-
-class _Linear(torch.autograd.Function):
-    """F.linear in x's dtype with parameters in theirs. Sums run in fp32 and are rounded once, at their end."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        y = product(x.reshape(-1, x.shape[-1]), weight.to(x.dtype), bias.to(x.dtype))
-        return y.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        back = None
-        if ctx.needs_input_grad[0]:
-            back = product(rows, weight.to(x.dtype).t()).view(x.shape)
-        return back, stacked_product(gradient, x).to(weight.dtype), rows.sum(0).to(weight.dtype)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """F.linear computed in x's dtype: (…, D) to (…, N)."""
-    if x.dtype != torch.float64 and x.numel() >= 256 * x.shape[-1]:
-        return _Linear.apply(x, weight, bias)
-    return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
+        deltas, first = cell.back(weights, trace, output_gradients.contiguous(), gradients, None, ctx.masks)
+        found: tuple[Tensor | None, ...] = (None,) * ctx.count
+        if any(ctx.needs_input_grad[3 : 3 + ctx.count]):
+            found = cell.parameter_gradients(trace, deltas)
+        return None, None, cell.gate_gradients(deltas), *found, *first

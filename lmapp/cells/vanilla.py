@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lmapp.cells.protocol import GatedCell, HiddenState, Product, stacked_product, state_buffers
+from lmapp.cells.products import Product, stacked_product
+from lmapp.cells.protocol import GatedCell, HiddenState, Masks, state_buffers
 from lmapp.errors import UsageError
 
 _aten = torch.ops.aten
@@ -48,13 +49,14 @@ ACTIVATIONS = {
 class Vanilla(GatedCell):
     """h_t = φ(W_ih x_t + b_ih + W_hh h_{t−1} + b_hh)."""
 
+    options = ("bias", "activation")
     blocks = 1
 
-    def __init__(self, input_size: int, hidden_size: int, *, activation: str = "tanh") -> None:
+    def __init__(self, input_size: int, hidden_size: int, *, activation: str = "tanh", bias: bool = True) -> None:
         if activation not in ACTIVATIONS:
             raise UsageError(f"--model.activation is one of {', '.join(ACTIVATIONS)}, not {activation!r}.")
         self.activation = activation
-        super().__init__(input_size, hidden_size)
+        super().__init__(input_size, hidden_size, bias=bias)
 
     def step(self, gates: Tensor, state: HiddenState) -> tuple[Tensor, HiddenState]:  # noqa: D102
         h = state.h.to(gates.dtype)
@@ -68,47 +70,55 @@ class Vanilla(GatedCell):
 
     def torch_forward(self, x: Tensor, hidden: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:  # noqa: D102
         kernel = torch._VF.rnn_tanh if self.activation == "tanh" else torch._VF.rnn_relu
-        return kernel(x, hidden[0], weights, True, 1, 0.0, torch.is_grad_enabled(), False, False)
+        return kernel(x, hidden[0], weights, len(weights) > 2, 1, 0.0, torch.is_grad_enabled(), False, False)
 
     def run(  # noqa: D102
-        self, gates: Tensor, state: HiddenState, keep: Tensor | None
+        self, weights: tuple[Tensor, ...], gates: Tensor, state: HiddenState, masks: Masks
     ) -> tuple[Tensor, HiddenState, tuple[Tensor, ...]]:
         write = ACTIVATIONS[self.activation].write
-        recur = Product(self.weight_hh.to(gates.dtype), gates.shape[1])
-        entering, outputs = state_buffers(gates, state.h, keep)
-        steps = zip(gates.unbind(), entering.unbind(), outputs.unbind(), strict=True)
-        for t, (gate, h, output) in enumerate(steps):
-            if keep is not None:
-                torch.mul(outputs[t - 1] if t else state.h, keep[t].unsqueeze(1), out=h)
-            write(recur(h, addend=gate), output)
+        recur = Product(weights[0].to(gates.dtype), gates.shape[1])
+        entering, outputs = state_buffers(gates, state.h, masks.keep)
+        values = outputs if masks.zoneout is None else torch.empty_like(outputs)
+        steps = zip(gates.unbind(), entering.unbind(), values.unbind(), strict=True)
+        for t, (gate, h, value) in enumerate(steps):
+            if masks.keep is not None:
+                torch.mul(outputs[t - 1] if t else state.h, masks.keep[t].unsqueeze(1), out=h)
+            write(recur(h, addend=gate), value)
+            if masks.zoneout is not None:
+                torch.lerp(value, h, masks.zoneout.h[t].to(h.dtype), out=outputs[t])
         last = HiddenState(outputs[-1].to(state.h.dtype, copy=True))
-        return outputs, last, (entering, outputs)
+        return outputs, last, (entering, values)
 
     def back(  # noqa: D102
         self,
+        weights: tuple[Tensor, ...],
         trace: tuple[Tensor, ...],
         output_gradients: Tensor,
         last: HiddenState,
         entering: HiddenState | None,
-        *masks: Tensor,
+        masks: Masks,
     ) -> tuple[Tensor, HiddenState]:
         pull = ACTIVATIONS[self.activation].pull
-        _, outputs = trace
+        values = trace[1]
         steps, rows, width = output_gradients.shape
-        grouped = (outputs.shape[1], rows // outputs.shape[1], width)
-        recur = Product(self.weight_hh.to(outputs.dtype).t(), rows)
-        deltas = outputs.new_empty(steps, rows, width)
-        values = outputs.unsqueeze(2).unbind()
+        grouped = (values.shape[1], rows // values.shape[1], width)
+        recur = Product(weights[0].to(values.dtype).t(), rows)
+        deltas = values.new_empty(steps, rows, width)
+        kept = None if masks.zoneout is None else masks.zoneout.h.to(values.dtype).unsqueeze(2)
         # Alone, ∂J/∂h_t's two parts meet inside the product; otherwise the recurrent part is wanted by itself.
-        alone = entering is None and not masks
-        gradient = carry = (last.h + output_gradients[-1]).to(outputs.dtype)
+        alone = entering is None and masks.none
+        gradient = carry = (last.h + output_gradients[-1]).to(values.dtype)
         for t in reversed(range(steps)):
-            pull(gradient.view(grouped), values[t], deltas[t].view(grouped))
+            delta, whole = deltas[t].view(grouped), gradient.view(grouped)
+            new = whole if kept is None else whole * (1 - kept[t])
+            pull(new, values[t].unsqueeze(1), delta)
             if alone and t:
                 gradient = recur(deltas[t], addend=output_gradients[t - 1])
                 continue
             carry = recur(deltas[t])
-            for mask in masks:
+            if kept is not None:
+                carry.view(grouped).addcmul_(kept[t], whole)
+            for mask in masks.factors:
                 carry.mul_(mask[t].unsqueeze(1))
             if entering is not None:
                 entering.h[t] = carry
@@ -116,5 +126,5 @@ class Vanilla(GatedCell):
                 gradient = carry + output_gradients[t - 1]
         return deltas, HiddenState(carry.to(last.h.dtype))
 
-    def parameter_gradients(self, trace: tuple[Tensor, ...], deltas: Tensor) -> tuple[Tensor, None]:  # noqa: D102
-        return stacked_product(deltas, trace[0]).to(self.weight_hh.dtype), None
+    def parameter_gradients(self, trace: tuple[Tensor, ...], deltas: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+        return (stacked_product(deltas, trace[0]).to(self.weight_hh.dtype),)

@@ -1,10 +1,10 @@
-"""The fast scan against the loop over `step`, gradients included."""
+"""The backward passes derived by hand: their blocks, their place in the graph, their products."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from lmapp.cells import gru, lstm, protocol
+from lmapp.cells import gru, lstm, products, protocol
 from lmapp.cells.gru import GRU
 from lmapp.cells.lstm import LSTM
 from lmapp.cells.protocol import Cell, GatedCell
@@ -57,19 +57,6 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
         assert error < tolerance, (name, float(error))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("kept", "credited"), [(False, False), (True, True), (False, True), (True, False)])
-@pytest.mark.parametrize(("steps", "batch"), [(6, 3), (1, 1)])
-def test_scan_is_the_loop_over_step(kind, kept, credited, steps, batch):
-    cell = make(kind)
-    gates, state = random_inputs(cell, steps, batch)
-    keep = torch.randint(2, (steps, batch)) if kept else None
-    credit = 2 * torch.rand(steps, batch) if credited else None
-    found = differentiate(cell, cell.scan, gates, state, keep, credit)
-    expected = differentiate(cell, lambda *a: Cell.scan(cell, *a), gates, state, keep, credit)
-    assert_same(found, expected, 1e-12)
-
-
 @pytest.mark.parametrize("kind", [("lstm", ""), ("gru", "")])
 def test_blocks_of_the_backward_pass_join(kind, monkeypatch):
     for module in (lstm, gru):
@@ -86,33 +73,6 @@ def test_blocks_cover_every_step_once_and_backwards():
     assert max(map(len, blocks)) == 4
 
 
-@pytest.mark.parametrize("onednn", [True, False])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-2)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_lower_precisions_agree_with_float64(kind, dtype, tolerance, onednn, monkeypatch):
-    cell = make(kind, size=32, dtype=torch.float32)
-    gates, state = random_inputs(cell, 12, 4, dtype)
-    if not onednn:
-        monkeypatch.setattr(protocol, "_onednn", lambda _: False)
-    found = differentiate(cell, cell.scan, gates, state)
-    assert found["outputs"].dtype == found["gates"].dtype == dtype
-    assert found["last h"].dtype == found["first h"].dtype == found["weight_hh"].dtype == torch.float32
-    cell.double()
-    expected = differentiate(cell, cell.scan, gates.double(), cell.state_type(*(s.double() for s in state)))
-    assert_same(found, expected, tolerance)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_step_and_scan_give_the_same_dtypes(kind, dtype):
-    cell = make(kind, dtype=torch.float32)
-    gates, state = random_inputs(cell, 2, 3, dtype)
-    output, after = cell.step(gates[0], state)
-    outputs, last = cell.scan(gates, state)
-    assert output.dtype == outputs.dtype == dtype
-    assert {s.dtype for s in (*after, *last)} == {torch.float32}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_state_is_carried_in_fp32(kind):
     """Two windows in bf16 are one window, to the last bit: nothing is rounded between them but where it always is."""
@@ -123,61 +83,6 @@ def test_the_state_is_carried_in_fp32(kind):
     second, end = cell.scan(gates[5:], between)
     assert torch.equal(whole, torch.cat((first, second)))
     assert all(map(torch.equal, last, end))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_scan_leaves_its_arguments_alone(kind):
-    cell = make(kind)
-    gates, state = random_inputs(cell, 4, 2)
-    keep = torch.tensor([[1.0, 0.0]]).expand(4, 2)
-    copies = [x.clone() for x in (gates, *state)]
-    outputs, _ = cell.scan(gates.requires_grad_(), state, keep)
-    upstream = torch.randn_like(outputs)
-    copies.append(upstream.clone())
-    outputs.backward(upstream)
-    assert all(map(torch.equal, (gates, *state, upstream), copies))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("repeats", [1, 3])
-def test_state_gradients_are_the_default_ones(kind, repeats):
-    cell = make(kind)
-    gates, state = random_inputs(cell, 5, 2)
-    upstream = torch.randn(5, 2 * repeats, cell.output_size, dtype=torch.float64)
-    entering, gate_gradients = cell.state_gradients(gates, state, upstream)
-    expected, expected_gates = Cell.state_gradients(cell, gates, state, upstream)
-    assert entering._fields == cell.state_type._fields
-    for found, wanted in zip((*entering, gate_gradients), (*expected, expected_gates), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    assert all(not component[-1].any() for component in entering)
-    assert all(parameter.grad is None for parameter in cell.parameters())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_credit_cuts_the_gradient_as_detaching_does(kind):
-    cell = make(kind)
-    gates, state = random_inputs(cell, 6, 2)
-    credit = torch.ones(6, 2)
-    credit[4] = 0
-    found = differentiate(cell, cell.scan, gates, state, None, credit)
-
-    def in_two(gates, state, keep, credit):
-        first, between = cell.scan(gates[:4], state)
-        second, last = cell.scan(gates[4:], cell.state_type(*(s.detach() for s in between)))
-        return torch.cat((first, second)), last
-
-    assert_same(found, differentiate(cell, in_two, gates, state), 1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_keep_zero_starts_anew(kind):
-    cell = make(kind)
-    gates, state = random_inputs(cell, 6, 2)
-    keep = torch.ones(6, 2)
-    keep[4, 1] = 0
-    outputs, _ = cell.scan(gates, state, keep)
-    alone, _ = cell.scan(gates[4:, 1:], cell.initial_state(1))
-    torch.testing.assert_close(outputs[4:, 1:], alone, rtol=1e-12, atol=1e-12)
 
 
 def test_a_second_derivative_is_refused():
@@ -217,7 +122,7 @@ def test_linear_is_torchs(dtype):
     if dtype == torch.float64:
         weight, bias = (p.detach().double().requires_grad_() for p in (weight, bias))
     upstream = torch.randn(40, 8, 6).to(dtype)
-    y = protocol.linear(x, weight, bias)
+    y = products.linear(x, weight, bias)
     found = (y, *torch.autograd.grad(y, (x, weight, bias), upstream))
     wide = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
     expected = torch.nn.functional.linear(*wide)
