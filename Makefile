@@ -44,8 +44,8 @@ test: $(STAMP)  ## Run the tests (minutes).
 test-all: $(STAMP)  ## Run the slow tests too, `make train` itself among them.
 	@$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
 
-bench: $(STAMP)  ## Measure whole training steps beside torch.nn; the last line is JSON.
-	@$(BIN)/python tests/benchmarks/training_steps.py $(ARGS)
+bench: $(STAMP)  ## Measure speed and memory, beside torch.nn (ten minutes); the last line is JSON.
+	@$(BIN)/python tests/benchmarks/run.py $(ARGS)
 
 check: $(STAMP)  ## Check format, lint and types.
 	@$(BIN)/ruff format --check lmapp tests
