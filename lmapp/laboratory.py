@@ -9,10 +9,20 @@ from typing import Any
 
 import torch
 
-from lmapp.errors import LmappError
+from lmapp.errors import LmappError, UsageError
 from lmapp.experiments.draw import NamedCurve, draw_decay
-from lmapp.gradients.decay import Decay, cut_recurrence_warning, measure, probe_shape, probe_windows, verdict
+from lmapp.gradients.decay import (
+    Decay,
+    Truncation,
+    cut_recurrence_warning,
+    measure,
+    probe_shape,
+    probe_windows,
+    verdict,
+)
 from lmapp.inference import load
+from lmapp.models import RecurrentModel
+from lmapp.training.truncation import resolve
 
 
 @dataclass(frozen=True)
@@ -24,7 +34,7 @@ class Measurement:
         cell: of the network.
         text: what it was measured on.
         note: what differs from what was asked for, in words.
-        truncation_length: τ of its training.
+        truncation: of its training.
     """
 
     label: str
@@ -32,18 +42,14 @@ class Measurement:
     step: int
     text: str
     note: str
-    truncation_length: int
+    truncation: Truncation
     decay: Decay
 
     @property
     def verdict(self) -> str:
         """What the truncation costs, and the warning if the recurrence is cut."""
-        warning = cut_recurrence_warning(self.decay)
-        return (
-            f"{warning}\n{verdict(self.decay, self.truncation_length)}"
-            if warning
-            else verdict(self.decay, self.truncation_length)
-        )
+        warning, cost = cut_recurrence_warning(self.decay), verdict(self.decay, self.truncation)
+        return f"{warning}\n{cost}" if warning else cost
 
     def as_dict(self) -> dict[str, Any]:
         """As `lmapp gradients --json` prints it: figures by their logged names, and the curves."""
@@ -53,7 +59,8 @@ class Measurement:
             "step": self.step,
             "text": self.text,
             "note": self.note,
-            "truncation_length": self.truncation_length,
+            "bptt": self.truncation.mode,
+            "truncation_length": self.truncation.length,
             "figures": self.decay.scalars(),
             "curves": self.decay.records(self.step),
             "verdict": self.verdict,
@@ -74,7 +81,7 @@ def measure_checkpoints(
     Args:
         names: files, run directories or names of runs.
         paths: the text's files.
-        max_lag: K; by default twice each run's truncation length.
+        max_lag: K; by default twice each run's truncation length (of whole rows at most 512).
         windows: of text, the same at every call.
         runs_dir: where names of runs are looked up.
         cache_dir: where encoded text is kept.
@@ -84,17 +91,31 @@ def measure_checkpoints(
     """
     measured = []
     for language in [load(name, runs_dir=runs_dir) for name in names]:
+        if not isinstance(language.model, RecurrentModel):
+            kind = "a window" if language.config.model.kind == "window" else "an infill"
+            raise UsageError(
+                f"{language.path} is {kind} model. Gradient decay is that of a state carried from left to right, "
+                "which it does not have."
+            )
         text = language.text(paths, cache_dir=cache_dir)
         if len(text.ids) < 2 and not paths:  # there was no validation: the run itself measured on this
             text = language.text(split="train", cache_dir=cache_dir)
-        tau = language.saved["plan"]["sequence_length"]
-        shape, note = probe_shape(len(text.ids), 0, truncation_length=tau, windows=windows, max_lag=max_lag)
+        truncation = resolve(language.config.train, language.saved["plan"]["sequence_length"])
+        shape, note = probe_shape(
+            len(text.ids),
+            0,
+            truncation_length=truncation.length,
+            windows=windows,
+            max_lag=truncation.max_lag if max_lag is None else max_lag,
+            look_back=truncation.look_back,
+        )
         if shape is None:
             raise LmappError(f"{language.path}, on {text.name}: {note}.\nName a longer text: --data.path FILE")
         probe = torch.from_numpy(probe_windows(text.ids, shape, language.config.seed))
         decay = measure(language.model, probe, shape)
         path = language.path.parent.parent if language.path.parent.name == "checkpoints" else language.path
-        measured.append(Measurement(path.name, language.config.model.cell, language.step, text.name, note, tau, decay))
+        label = language.config.model.label
+        measured.append(Measurement(path.name, label, language.step, text.name, note, truncation, decay))
     return measured
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -27,24 +28,26 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from lmapp import cells, checkpoint
+from lmapp import checkpoint
 from lmapp.callbacks.clipping import ClipEvents
 from lmapp.callbacks.decay import DecayProbe
 from lmapp.callbacks.metrics import TrainingFigures
 from lmapp.callbacks.progress import ProgressDisplay
-from lmapp.callbacks.samples import Samples
+from lmapp.callbacks.samples import InfillSamples, Samples
 from lmapp.config import RESUMABLE, Config, build, differences, merge, option_name, read_yaml
 from lmapp.data.batches import RowBatches
 from lmapp.data.datamodule import TextDataModule
 from lmapp.errors import LmappError, UsageError
-from lmapp.gradients.decay import cut_recurrence_warning, probe_shape, probe_windows, verdict
+from lmapp.gradients.decay import Truncation, cut_recurrence_warning, probe_shape, probe_windows, verdict
 from lmapp.loggers import wandb as wandb_runs
 from lmapp.loggers.records import SUMMARY, LocalLogger, Records
-from lmapp.models.recurrent import RecurrentModel
-from lmapp.training import plan
+from lmapp.models import InfillModel, Network, RecurrentModel, make_model
+from lmapp.training import memory, plan
+from lmapp.training.infill import InfillModule
 from lmapp.training.module import LanguageModule
 from lmapp.training.saving import EndOfStep, SafeCheckpointIO, keep_as_best
-from lmapp.training.validation import Validation
+from lmapp.training.truncation import resolve, work
+from lmapp.training.validation import InfillValidation, Validation
 
 COMPLETE = "complete"
 """Of `wandb` in summary.json: W&B's run was closed with everything in it."""
@@ -164,25 +167,32 @@ class _Assembly:
         """Train to the end."""
         _quieten_libraries()
         config, saved = self.config, self.saved
-        cells.find(config.model.cell)
+        with torch.device("meta"):
+            make_model(2, config.model)  # refuses what does not go together before the text is read
         if self.directory is None:
             _check_name(config)
         device = _device(config.train.device)
         if saved:
             torch.set_num_threads(saved["plan"]["threads"])
         data = self._open_data()
-        _check_memory(config, len(data.vocabulary), data.train_dataloader())
+        batches = data.train_dataloader()
+        self.truncation = resolve(config.train, batches.sequence_length)
+        _check_weights(config, len(data.vocabulary), device)
         torch.manual_seed(config.seed)
-        model = RecurrentModel(len(data.vocabulary), **asdict(config.model)).to(device)
+        model = make_model(len(data.vocabulary), config.model).to(device)
         precision = saved["plan"]["precision"] if saved else _precision(config.train.precision, device)
         model.compute_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+        self.need = memory.needed(
+            model, self.truncation, batches.batch_size, batches.sequence_length, config.train.carry_state
+        )
+        _check_memory(self.need, self.truncation, batches, device)
         if self.directory is None:
             self.directory = _make_directory(config, data.corpus_name)
         with _sole_writer(self.directory):
             return self._train(data, model, precision, device, self.directory)
 
     def _train(
-        self, data: TextDataModule, model: RecurrentModel, precision: str, device: torch.device, directory: Path
+        self, data: TextDataModule, model: Network, precision: str, device: torch.device, directory: Path
     ) -> Run:
         config, saved, corpus, batches = self.config, self.saved, data.corpus, data.train_dataloader()
         assert corpus is not None
@@ -198,17 +208,19 @@ class _Assembly:
             },
             "plan": {
                 "precision": precision,
-                "kernels": model.kernels(batches.batch_size, batches.sequence_length),
+                "kernels": self._kernels(model, batches),
                 "threads": torch.get_num_threads(),
                 "device": device.type,
                 "batch_size": batches.batch_size,
                 "sequence_length": batches.sequence_length,
+                "bptt": self.truncation.mode,
+                "truncation_length": self.truncation.length,
             },
             "parameters": sum(p.numel() for p in model.parameters()),
             "versions": {name: version(name) for name in ("lmapp", "torch", "lightning", "tokenizers", "wandb")},
             "wandb_id": saved["wandb_id"] if saved else None,
         }
-        module = LanguageModule(model, config, len(batches), self.extras)
+        module = self._module(model, data)
         if saved and self.replan:
             module.new_total = self._new_total(saved["progress"], len(batches))
         records = Records(directory)
@@ -249,6 +261,21 @@ class _Assembly:
                     records.write_summary({**self._summary(module), "wandb": COMPLETE})
         return self._close(module, probe)
 
+    def _module(self, model: Network, data: TextDataModule) -> LanguageModule:
+        steps = len(data.train_dataloader())
+        if isinstance(model, InfillModel):
+            starts = data.vocabulary.starts_character
+            return InfillModule(model, self.config, self.truncation, steps, self.extras, starts)
+        return LanguageModule(model, self.config, self.truncation, steps, self.extras)
+
+    def _kernels(self, model: Network, batches: RowBatches) -> list[str]:
+        """What each layer runs on in a whole window that has others before it."""
+        steps = work(self.truncation, batches.sequence_length, self.config.train.carry_state)
+        if self.truncation.masks:
+            assert isinstance(model, RecurrentModel)
+            return model.kernels(batches.batch_size, steps, masks=True)
+        return model.kernels(batches.batch_size, steps)
+
     def _take_up(self, saved: Mapping[str, Any], records: Records) -> None:
         """Bring a resumed run's files back to its checkpoint, and say where it will not be bit for bit the same."""
         for name in records.cut_back(saved["records"]):
@@ -287,7 +314,8 @@ class _Assembly:
 
     def _open_data(self) -> TextDataModule:
         with _encoding_progress(self.console) as progress:
-            data = TextDataModule(self.config.data, progress=progress, say=self._say)
+            whole_rows = self.config.train.bptt == "full"
+            data = TextDataModule(self.config.data, progress=progress, say=self._say, whole_rows=whole_rows)
             if self.saved:
                 data.setup_from(self.saved["corpus"])
             else:
@@ -321,12 +349,19 @@ class _Assembly:
         self.probe_note = ""
         if settings.every_steps == 0:
             return None
+        if self.config.model.kind != "recurrent":
+            self.probe_note = (
+                "no gradient decay is measured: it is that of a state carried from left to right, "
+                f"which {'a window' if self.config.model.kind == 'window' else 'an infill'} model does not have"
+            )
+            return None
         shape, self.probe_note = probe_shape(
             len(corpus.validation),
             len(corpus.train),
-            truncation_length=data.train_dataloader().sequence_length,
+            truncation_length=self.truncation.length,
             windows=settings.windows,
-            max_lag=settings.max_lag,
+            max_lag=self.truncation.max_lag if settings.max_lag is None else settings.max_lag,
+            look_back=self.truncation.look_back,
         )
         if shape is None:
             return None
@@ -343,13 +378,21 @@ class _Assembly:
             TrainingFigures(config.logging.every_steps),
         ]
         validates = len(corpus.validation) > 1
+        vocabulary, every = data.vocabulary, train.val_every_steps
+        masking: dict[str, Any] = {}
+        if config.model.kind == "infill":
+            window = data.train_dataloader().sequence_length
+            masking = {"mask_fraction": config.model.mask_fraction, "window": window}
         if validates:
-            callbacks.append(
-                Validation(corpus.validation, data.vocabulary, config.data.batch_size, train.val_every_steps)
-            )
+            validation = InfillValidation if masking else Validation
+            callbacks.append(validation(corpus.validation, vocabulary, config.data.batch_size, every, **masking))
         if probe is not None:
             callbacks.append(probe)
-        callbacks.append(Samples(records, data.vocabulary, train.val_every_steps, seed=config.seed))
+        if masking:
+            ids = corpus.validation if validates else corpus.train
+            callbacks.append(InfillSamples(records, vocabulary, every, ids=ids, seed=config.seed, **masking))
+        else:
+            callbacks.append(Samples(records, vocabulary, every, seed=config.seed))
         if not self.console.quiet:
             callbacks.append(ProgressDisplay(self.console))
         callbacks.append(
@@ -376,7 +419,7 @@ class _Assembly:
             mode=mode,
             project=settings.project,
             group=settings.group,
-            tags=[self.config.model.cell, corpus_name, *settings.tags],
+            tags=[self.config.model.label, corpus_name, *settings.tags],
             name=self.directory.name,
             config={**self.config.as_dict(), "parameters": self.extras["parameters"], **self.extras["plan"]},
             run_id=self.extras["wandb_id"],
@@ -426,23 +469,32 @@ class _Assembly:
             self._say("The text is too short for a validation split.")
         self._line(
             "baselines",
-            f"unigram {facts['unigram_bits']:.3f}, bigram {facts['bigram_bits']:.3f} bits per character "
-            f"on the {facts['baseline_split']} split",
+            f"{self._baselines(facts)} on the {facts['baseline_split']} split",
         )
         model = config.model
-        shape = f"{model.num_layers} × {model.hidden_size}"
+        shape = {
+            "recurrent": f"{len(model.cells)} × {model.hidden_size}",
+            "window": f"of {_count(model.window, 'character')} × {model.hidden_size}",
+            "infill": f"{len(model.cells)} × {model.hidden_size} each way",
+        }[model.kind]
         inputs = f"embedding of {model.embedding_size}" if model.embedding_size else "one-hot input"
         self._line(
             "model",
-            f"{model.cell} {shape}, {inputs}, {self.extras['parameters']:,} parameters, "
+            f"{model.label} {shape}, {inputs}, {self.extras['parameters']:,} parameters, "
             f"{model.init} start, seed {config.seed}",
         )
+        rows, length = _count(batches.batch_size, "row"), _count(batches.sequence_length, "character")
         carried = "state carried on" if config.train.carry_state else "state reset at every window"
-        self._line(
-            "batches",
-            f"{_count(batches.batch_size, 'row')} × {_count(batches.sequence_length, 'character')}, "
-            f"{_count(len(batches), 'step')} a pass, {carried}",
-        )
+        if model.kind == "infill":
+            carried = f"each window by itself, {100 * model.mask_fraction:g} % of it masked"
+        if self.truncation.mode == "full":
+            carried = "each row's whole text at once (--data.sequence-length is not read)"
+        self._line("batches", f"{rows} × {length}, {_count(len(batches), 'step')} a pass, {carried}")
+        self._describe_truncation(batches)
+        if self.truncation.mode == "full":
+            memory_left = memory.available(torch.device(how["device"]))
+            there = "" if memory_left is None else f"; {_size(memory_left)} are available"
+            self._line("memory", f"about {_size(self.need.total)}, {_size(self.need.step)} of it for the step{there}")
         why = " (native here)" if how["precision"] == "bf16" and how["device"] == "cpu" else ""
         self._line(
             "device",
@@ -466,6 +518,40 @@ class _Assembly:
             limit = plan.minutes(config.train)
             self._line("plan", f"{limit:g} minutes of training, turned into steps after {plan.TIMED_STEPS} of them")
         self._line("run", f"{self.directory}")
+
+    def _describe_truncation(self, batches: RowBatches) -> None:
+        """Where the gradient is cut, unless that is where the windows begin."""
+        cut, asked = self.truncation, self.config.train.truncation_length
+        match cut.mode:
+            case "full":
+                self._line("gradient", "cut nowhere")
+            case "sliding":
+                more = f" to {cut.look_back[1]:,}" if cut.stride > 1 else ""
+                length = batches.sequence_length
+                times = work(cut, length, self.config.train.carry_state) / length
+                self._line(
+                    "gradient",
+                    f"every loss looks back {cut.length:,}{more} steps, for about {times:.3g} times the work of block",
+                )
+            case "randomised":
+                self._line(
+                    "gradient",
+                    f"passes a step with probability {cut.keep_probability:.4g}, then made up for; "
+                    f"looks back {cut.mean_look_back:.3g} steps in the mean",
+                )
+            case "block" if cut.length < batches.sequence_length:
+                self._line("gradient", f"cut every {cut.length:,} steps")
+            case "block" if asked is not None and asked > cut.length:
+                self._say(
+                    f"--train.truncation-length {asked} is longer than the windows that the text allows: "
+                    f"the gradient is cut every {cut.length} steps."
+                )
+
+    def _baselines(self, facts: Mapping[str, Any]) -> str:
+        """What counting characters comes to. A masked one has two neighbours: a bigram knows but the left one."""
+        if self.config.model.kind == "infill":
+            return f"unigram {facts['unigram_bits'] * math.log(2):.4f} nats per character"
+        return f"unigram {facts['unigram_bits']:.3f}, bigram {facts['bigram_bits']:.3f} bits per character"
 
     def _summary(self, module: LanguageModule) -> dict[str, Any]:
         progress, facts = module.progress, self.extras["corpus"]["facts"]
@@ -514,15 +600,14 @@ class _Assembly:
             rows = [("best and last", progress.best)]
         for title, row in rows:
             if row is not None:
-                table.add_row(
-                    title,
-                    f"{row['val/loss']:.4f} nats, perplexity {row['val/perplexity']:.3f}, "
-                    f"{row['val/bits_per_char']:.4f} bits per character (step {int(row['step']):,})",
+                figures = (
+                    f"{row['val/infill_loss']:.4f} nats per masked character"
+                    if "val/infill_loss" in row
+                    else f"{row['val/loss']:.4f} nats, perplexity {row['val/perplexity']:.3f}, "
+                    f"{row['val/bits_per_char']:.4f} bits per character"
                 )
-        table.add_row(
-            "baselines",
-            f"unigram {summary['unigram_bits']:.3f}, bigram {summary['bigram_bits']:.3f} bits per character",
-        )
+                table.add_row(title, f"{figures} (step {int(row['step']):,})")
+        table.add_row("baselines", self._baselines(summary))
         table.add_row(
             "training",
             f"{progress.step:,} steps, {progress.characters:,} characters, {progress.seconds:.4g} s, "
@@ -540,17 +625,17 @@ class _Assembly:
             warning = cut_recurrence_warning(probe.latest)
             if warning:
                 self._say(warning)
-            self.console.print(_escape(verdict(probe.latest, probe.shape.truncation_length)))
+            self.console.print(_escape(verdict(probe.latest, self.truncation)))
         if progress.state == "interrupted":
             raise Interrupted(f"Interrupted at step {progress.step:,} and saved.\n{way_on}")
         name = _name(directory, self.config)
-        for line in (
-            f"lmapp generate {name}",
-            f"lmapp evaluate {name}",
-            f"lmapp gradients {name}",
-            f"lmapp compare {name}",
-        ):
-            self.console.print(f"  {line}")
+        ways_on = {
+            "recurrent": ("generate", "evaluate", "gradients", "compare"),
+            "window": ("generate", "evaluate", "compare"),
+            "infill": ("infill", "evaluate", "compare"),
+        }
+        for command in ways_on[self.config.model.kind]:
+            self.console.print(f"  lmapp {command} {name}")
         return Run(directory, summary)
 
 
@@ -598,24 +683,42 @@ def _precision(wanted: str, device: torch.device) -> str:
     return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "fp32"
 
 
-def _check_memory(config: Config, vocabulary_size: int, batches: RowBatches) -> None:
-    """Refuse what cannot fit before the system starts to kill processes for it.
-
-    Counted are fp32 weights, gradients and two moments, and the logits of a step with their gradient.
-    """
-    if not hasattr(os, "sysconf"):  # a system that does not say how much it has
-        return
+def _check_weights(config: Config, vocabulary_size: int, device: torch.device) -> None:
+    """Refuse a network that cannot fit, before it is made."""
     with torch.device("meta"):
-        model = RecurrentModel(vocabulary_size, **asdict(config.model))
-    parameters = sum(p.numel() for p in model.parameters())
-    needed = 16 * parameters + 8 * batches.batch_size * batches.sequence_length * vocabulary_size
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > memory:
+        model = make_model(vocabulary_size, config.model)
+    need, there = memory.weights(model), memory.available(device)
+    if there is not None and need > there:
+        parameters = sum(p.numel() for p in model.parameters())
         raise UsageError(
-            f"This needs at least {needed / 2**30:,.0f} GiB of memory ({parameters:,} parameters); "
-            f"there are {memory / 2**30:,.0f}.\n"
-            "Try a smaller --model.hidden-size, --model.num-layers, --data.batch-size or --data.sequence-length."
+            f"This needs at least {_size(need)} of memory ({parameters:,} parameters); {_size(there)} are available.\n"
+            "Try a smaller --model.hidden-size or --model.num-layers."
         )
+
+
+def _check_memory(need: memory.Need, truncation: Truncation, batches: RowBatches, device: torch.device) -> None:
+    """Refuse a step that cannot fit before the system starts to kill processes for it."""
+    there = memory.available(device)
+    if there is None or need.total <= there:
+        return
+    smaller = "--model.hidden-size, --data.batch-size or --data.sequence-length"
+    match truncation.mode:
+        case "full":
+            ways = "It grows with the text: use less of it, a smaller --model.hidden-size, or another --train.bptt."
+        case "sliding":
+            ways = f"Try a larger --train.stride, or a smaller --train.truncation-length, {smaller}."
+        case _:
+            ways = f"Try a smaller {smaller}."
+    raise UsageError(
+        f"This needs about {_size(need.total)} of memory, {_size(need.step)} of it for a step of --train.bptt "
+        f"{truncation.mode} on\n{_count(batches.batch_size, 'row')} of {_count(batches.sequence_length, 'character')}; "
+        f"{_size(there)} are available.\n{ways}"
+    )
+
+
+def _size(count: int) -> str:
+    """Bytes as people read them."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
 
 
 def _ended_too_soon(directory: Path) -> str:
@@ -655,7 +758,7 @@ def _write_config(directory: Path, config: Config) -> None:
 def _make_directory(config: Config, corpus: str) -> Path:
     """A new directory `runs_dir/NAME`; an existing one is never touched."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", corpus).strip("-.") or "text"
-    cell = config.model.cell.rpartition(":")[2]
+    cell = config.model.label
     stem = config.name or f"{plain}-{cell}-{datetime.now():%Y%m%d-%H%M%S}"
     parent = Path(config.runs_dir)
     for attempt in range(100):

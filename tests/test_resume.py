@@ -15,6 +15,7 @@ import lmapp
 from lmapp import checkpoint
 from lmapp.config import read_yaml
 from lmapp.errors import UsageError
+from lmapp.training.module import LanguageModule
 from lmapp.training.saving import EndOfStep
 
 TIMED = ("seconds", "train/seconds", "train/chars_per_second")
@@ -52,6 +53,7 @@ def outcome(run: Path) -> dict[str, Any]:
         "weights": content["state_dict"],
         "optimizer": content["optimizer_states"],
         "states": content["lmapp"]["states"],
+        "tokens": content["lmapp"]["tokens"],
         "random": content["lmapp"]["random"]["torch"],
         "progress": {k: v for k, v in progress.items() if "seconds" not in k},
         "since": since,
@@ -77,31 +79,74 @@ def assert_same(expected: Any, got: Any, where: str = "") -> None:
         assert expected == got, where
 
 
+class Kept:
+    """A run of `config` that keeps a copy of its directory at every save, to go on from."""
+
+    def __init__(self, tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path, self.runs_dir = Path(config["runs_dir"]) / config["name"], config["runs_dir"]
+        self.copies = tmp_path / "kept"
+        save = EndOfStep._save
+        keeping = True
+
+        def save_and_keep(end: EndOfStep, trainer: Any, module: Any) -> None:
+            save(end, trainer, module)
+            if keeping and not module.progress.finished:
+                shutil.copytree(self.path, self.copies / str(module.progress.step))
+
+        monkeypatch.setattr(EndOfStep, "_save", save_and_keep)
+        lmapp.train(config, quiet=True)
+        keeping = False
+        self.outcome = outcome(self.path)
+
+    def assert_same_after(self, step: int) -> None:
+        """Cut after `step`, it ends as it did."""
+        shutil.rmtree(self.path)
+        shutil.copytree(self.copies / str(step), self.path)
+        lmapp.train(resume=self.path.name, runs_dir=self.runs_dir, quiet=True)
+        assert_same(self.outcome, outcome(self.path), f"cut after step {step}: ")
+
+
 def test_resumed_from_any_step_of_three_epochs(tmp_path: Path, real_text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut after each step that is saved, epoch ends and the steps around them among them."""
     config = make_config(tmp_path, real_text[:900], "run", max_steps=34, val_every_steps=1)
-    run, kept = tmp_path / "runs" / "run", tmp_path / "kept"
-    save = EndOfStep._save
-
-    def save_and_keep(self: EndOfStep, trainer: Any, module: Any) -> None:
-        save(self, trainer, module)
-        if keeping and not module.progress.finished:
-            shutil.copytree(run, kept / str(module.progress.step))
-
-    monkeypatch.setattr(EndOfStep, "_save", save_and_keep)
-    keeping = True
-    lmapp.train(config, quiet=True)
-    keeping = False
-    expected = outcome(run)
-    epochs = expected["progress"]["epoch"]
+    kept = Kept(tmp_path, config, monkeypatch)
+    epochs = kept.outcome["progress"]["epoch"]
     assert epochs == 3
     steps_per_epoch = 34 // epochs
     edges = {e * steps_per_epoch + d for e in range(epochs + 1) for d in (-2, -1, 0, 1, 2)} | {1, 2, 33}
     for step in sorted(edges & set(range(1, 34))):
-        shutil.rmtree(run)
-        shutil.copytree(kept / str(step), run)
-        lmapp.train(resume="run", runs_dir=config["runs_dir"], quiet=True)
-        assert_same(expected, outcome(run), f"cut after step {step}: ")
+        kept.assert_same_after(step)
+
+
+@pytest.mark.parametrize(
+    ("train", "model"),
+    [
+        ({"bptt": "sliding", "truncation_length": 20, "stride": 3}, {}),
+        ({"bptt": "sliding", "truncation_length": 5}, {"cell": "lstm", "zoneout": 0.1, "weight_drop": 0.1}),
+        ({"bptt": "randomised", "truncation_length": 6}, {}),
+        ({"bptt": "block", "truncation_length": 6}, {"cell": "vanilla"}),
+        ({"bptt": "full"}, {}),
+    ],
+    ids=["sliding, strides", "sliding", "randomised", "blocks", "full"],
+)
+def test_resumed_under_every_truncation(
+    tmp_path: Path, real_text: str, monkeypatch: pytest.MonkeyPatch, train: dict[str, Any], model: dict[str, Any]
+) -> None:
+    """Ten steps an epoch, but one under "full"; the gradient of the fifth is not finite, so the sixth starts cold."""
+    step = LanguageModule.training_step
+
+    def training_step(module: LanguageModule, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = step(module, batch, batch_idx)
+        return loss * float("nan") if module.progress.step == 4 else loss
+
+    monkeypatch.setattr(LanguageModule, "training_step", training_step)
+    often = {"val_every_steps": 8, "checkpoint_minutes": 1e-9}
+    config = make_config(tmp_path, real_text[:900], "run", max_steps=24, **often, **train)
+    config["model"] |= model
+    kept = Kept(tmp_path, config, monkeypatch)
+    assert kept.outcome["progress"]["nonfinite_events"] == 1
+    for cut in (3, 5, 6, 10, 11, 13):
+        kept.assert_same_after(cut)
 
 
 def kill_plan() -> list[dict[str, Any]]:

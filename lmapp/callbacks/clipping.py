@@ -13,6 +13,9 @@ from lmapp.loggers.wandb import CLIP_TABLE
 from lmapp.training.module import LanguageModule
 from lmapp.vocabulary import Vocabulary
 
+LONGEST = 1000
+"""Symbols of an event's text: of a longer window, the stretch around the row's largest loss."""
+
 
 class ClipEvents(lightning.Callback):
     """Appends a `ClipEvent` to clip_events.jsonl whenever a gradient was clipped, or discarded as not finite."""
@@ -38,8 +41,10 @@ class ClipEvents(lightning.Callback):
         # The row with the largest loss; a row that is not finite counts as the largest.
         losses = report.losses.double().sum(1)
         row = int(losses.nan_to_num(nan=float("inf")).argmax())
-        targets = batch.targets[row]
-        ids = [int(batch.inputs[row, 0]), *(int(t) for t in targets if t >= 0)]
+        worst = int(report.losses[row].nan_to_num(nan=float("inf")).argmax())
+        begin = max(0, min(worst - LONGEST // 2, batch.inputs.shape[1] - LONGEST))
+        targets = batch.targets[row, begin : begin + LONGEST]
+        ids = [int(batch.inputs[row, begin]), *(int(t) for t in targets if t >= 0)]
         return ClipEvent(
             kind=report.kind,
             step=progress.step,

@@ -53,10 +53,10 @@ class TrainingFigures(lightning.Callback):
         finite = sums["steps"] - sums.get("nonfinite", 0.0)
         if finite:
             loss = sums["loss"] / sums["characters"]
+            figures[f"train/{pl_module.loss_name}"] = loss
+            if pl_module.loss_name == "loss":
+                figures |= {"train/perplexity": perplexity(loss), "train/bits_per_char": loss / math.log(2)}
             figures |= {
-                "train/loss": loss,
-                "train/perplexity": perplexity(loss),
-                "train/bits_per_char": loss / math.log(2),
                 "gradient/norm": sums["norm"] / finite,
                 "gradient/norm_clipped": sums["norm_clipped"] / finite,
             }

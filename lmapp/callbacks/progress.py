@@ -51,9 +51,11 @@ class ProgressDisplay(lightning.Callback):
             self._loss = loss if math.isnan(self._loss) else 0.98 * self._loss + 0.02 * loss
         if progress.last is not None and progress.last["step"] == progress.step:
             better = "  best" if progress.best == progress.last else ""
+            name = pl_module.loss_name
+            ppl = f"  perplexity {progress.last['val/perplexity']:.3f}" if name == "loss" else " a masked character"
             self.console.print(
-                f"step {progress.step:>6,}  train {self._loss:.4f}  validation {progress.last['val/loss']:.4f} nats"
-                f"  perplexity {progress.last['val/perplexity']:.3f}{better}",
+                f"step {progress.step:>6,}  train {self._loss:.4f}  "
+                f"validation {progress.last[f'val/{name}']:.4f} nats{ppl}{better}",
                 highlight=False,
             )
             self._shown = time.monotonic()
@@ -62,7 +64,8 @@ class ProgressDisplay(lightning.Callback):
             return
         self._shown = now
         speed = f"{progress.characters / max(progress.seconds, 1e-9):,.0f} chars/s"
-        figures = f"loss {self._loss:.3f}  ppl {perplexity(self._loss):.2f}  {speed}  {_left(progress)}"
+        ppl = f"  ppl {perplexity(self._loss):.2f}" if pl_module.loss_name == "loss" else ""
+        figures = f"loss {self._loss:.3f}{ppl}  {speed}  {_left(progress)}"
         total = progress.total_steps
         if self._bar:
             self._bar.update(

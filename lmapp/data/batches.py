@@ -44,7 +44,7 @@ class RowBatches:
     Args:
         ids: (N,) unsigned integers, a memory map as a rule.
         batch_size: B.
-        sequence_length: T.
+        sequence_length: T; None reads a row's whole text in one step.
         starts_character: (V,) whether a symbol starts a character.
 
     Raises:
@@ -56,10 +56,10 @@ class RowBatches:
         ids: NDArray[np.integer],
         *,
         batch_size: int,
-        sequence_length: int,
+        sequence_length: int | None,
         starts_character: NDArray[np.bool_],
     ) -> None:
-        if batch_size < 1 or sequence_length < 1:
+        if batch_size < 1 or (sequence_length is not None and sequence_length < 1):
             raise ValueError("batch_size and sequence_length must be at least 1")
         if len(ids) - 1 < batch_size:
             raise LmappError(
@@ -69,11 +69,11 @@ class RowBatches:
         # A plain view of the same memory: slicing a np.memmap costs several times as much.
         self.ids = np.asarray(ids)
         self.batch_size = batch_size
-        self.sequence_length = sequence_length
         self.starts_character = starts_character
         shortest, longer_rows = divmod(len(ids) - 1, batch_size)
         rows = np.arange(batch_size)
         self._lengths = (shortest + (rows < longer_rows)).tolist()
+        self.sequence_length: int = self._lengths[0] if sequence_length is None else sequence_length
         self._starts = (rows * shortest + np.minimum(rows, longer_rows)).tolist()
         self._batch = self._loaded = 0
 

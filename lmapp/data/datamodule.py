@@ -25,13 +25,20 @@ class TextDataModule(lightning.LightningDataModule):
         config: the `data` section.
         progress: told (bytes done, bytes in all) while the text is encoded.
         say: told in a line what is out of the ordinary.
+        whole_rows: read a row's whole text in one step, whatever `sequence_length` says.
     """
 
     def __init__(
-        self, config: DataConfig, *, progress: Progress | None = None, say: Callable[[str], None] = lambda _: None
+        self,
+        config: DataConfig,
+        *,
+        progress: Progress | None = None,
+        say: Callable[[str], None] = lambda _: None,
+        whole_rows: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
+        self.whole_rows = whole_rows
         self.progress = progress
         self.say = say
         self.corpus: EncodedCorpus | None = None
@@ -95,19 +102,23 @@ class TextDataModule(lightning.LightningDataModule):
     def _lay_out(self, corpus: EncodedCorpus) -> None:
         config, self.corpus = self.config, corpus
         count = len(corpus.train)
-        rows, steps = fit_shape(count, config.batch_size, config.sequence_length)
-        if (rows, steps) != (config.batch_size, config.sequence_length):
-            asked = f"{config.batch_size} rows of {config.sequence_length} characters"
+        length = 1 if self.whole_rows else config.sequence_length
+        rows, steps = fit_shape(count, config.batch_size, length)
+        if (rows, steps) != (config.batch_size, length):
+            asked, used = f"{config.batch_size} rows of {length} characters", f"{rows} × {steps} are used"
+            ways = f"--data.batch-size {rows} --data.sequence-length {steps}"
+            if self.whole_rows:
+                asked, used, ways = f"{config.batch_size} rows", f"{rows} are used", f"--data.batch-size {rows}"
             if not config.shrink:
                 raise LmappError(
                     f"The training text has {count:,} characters, too few for {asked}.\n"
-                    f"Set --data.batch-size {rows} --data.sequence-length {steps}, or allow --data.shrink true."
+                    f"Set {ways}, or allow --data.shrink true."
                 )
-            self.say(f"The training text has {count:,} characters, too few for {asked}: {rows} × {steps} are used.")
+            self.say(f"The training text has {count:,} characters, too few for {asked}: {used}.")
         self.batches = RowBatches(
             self.corpus.train,
             batch_size=rows,
-            sequence_length=steps,
+            sequence_length=None if self.whole_rows else steps,
             starts_character=self.vocabulary.starts_character,
         )
 

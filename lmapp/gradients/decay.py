@@ -9,9 +9,10 @@ steps, H hidden, L layers. All lengths and lags are in time steps (symbols), τ 
 """
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -32,6 +33,60 @@ Layer = int | Literal["all"]
 Norms = dict[tuple[Layer, str], np.ndarray]
 
 
+# What training cuts
+
+
+UNLIMITED = sys.maxsize
+"""Of steps looked back: all there are."""
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Where training cuts the gradient through time.
+
+    Attributes:
+        length: τ.
+        mode: "block", "full", "sliding" or "randomised", as --train.bptt has it.
+        window: T, the steps of a window; under "full" those of a row's whole text.
+        stride: s, of "sliding": the losses that look back together.
+        keep_probability: π, of "randomised".
+    """
+
+    length: int
+    mode: str = "block"
+    window: int = UNLIMITED
+    stride: int = 1
+    keep_probability: float = 1.0
+
+    @property
+    def look_back(self) -> tuple[int, int]:
+        """The fewest and the most steps that a loss looks back; all numbers between are equally frequent."""
+        match self.mode:
+            case "full":
+                return UNLIMITED, UNLIMITED
+            case "sliding":
+                return self.length, self.length + self.stride - 1
+            case "randomised":  # on average, as if nothing in the window were cut
+                return 1, self.window
+        return 1, self.length
+
+    @property
+    def masks(self) -> bool:
+        """Whether gradients are cut inside a whole window, which torch.nn's kernels cannot."""
+        return (self.mode == "block" and self.length < self.window) or self.keep_probability < 1
+
+    @property
+    def mean_look_back(self) -> float:
+        """Steps that a gradient goes back on average before it is cut at random."""
+        return math.inf if self.keep_probability == 1 else 1 / (1 - self.keep_probability)
+
+    @property
+    def max_lag(self) -> int:
+        """K, the longest lag that is measured unless another is asked for."""
+        # Through whole rows the measurement would need more memory than the training.
+        return min(2 * self.length, 512) if self.mode == "full" else 2 * self.length
+
+
 # Where it is measured
 
 
@@ -46,6 +101,7 @@ class ProbeShape:
         end_points: m, predictions measured at the end of each window.
         truncation_length: τ, the length the training cuts its gradient to.
         source: The text the windows come from; "train" means the end of the training text.
+        look_back: The fewest and the most steps that the training's losses look back; 1 to τ if not given.
     """
 
     windows: int
@@ -54,6 +110,7 @@ class ProbeShape:
     end_points: int
     truncation_length: int
     source: Literal["validation", "train"] = "validation"
+    look_back: tuple[int, int] | None = None
 
     @property
     def length(self) -> int:
@@ -70,6 +127,7 @@ def probe_shape(
     warm_up: int = 64,
     max_lag: int | None = None,
     end_points: int = 4,
+    look_back: tuple[int, int] | None = None,
 ) -> tuple[ProbeShape | None, str]:
     """Fit the probe windows to the text there is.
 
@@ -84,6 +142,7 @@ def probe_shape(
         warm_up: W.
         max_lag: K; 2τ if not given, so that what twice τ would lose can be said too.
         end_points: m.
+        look_back: as `ProbeShape` has it.
 
     Returns:
         The shape, or None if decay is off, and in words everything that is not as asked for ("" if all is).
@@ -120,7 +179,7 @@ def probe_shape(
         notes.append(f"the text holds only {fitting} of {windows} windows")
     if available < fitting * length:
         notes.append(f"the windows overlap: {fitting} windows of {length:,} characters lie in {available:,}")
-    shape = ProbeShape(fitting, warm_up - cut_warm_up, lag - cut_lag, end_points, truncation_length, source)
+    shape = ProbeShape(fitting, warm_up - cut_warm_up, lag - cut_lag, end_points, truncation_length, source, look_back)
     return shape, f"gradient decay: {'; '.join(notes)}" if notes else ""
 
 
@@ -189,8 +248,11 @@ def measure(model: "RecurrentModel", windows: Tensor, shape: ProbeShape) -> "Dec
             for name, values in way_up.items():
                 norms[number, name] = values
             norms[number, JOINT] = _root_of_squares(list(way_up.values()))
-            # Of the last layer's outputs nobody but the readout takes anything.
-            for name, values in (way_up if number == len(gradients) - 1 else alone).items():
+            # With every state held at once, at lag 0 there is only what the readout takes of a layer's output itself.
+            direct = alone
+            if way_up is not alone and gradient.readout is not None:
+                direct = alone | {"h": _by_lag(parts["h"] + gradient.readout, shape)}
+            for name, values in direct.items():
                 norms[ALL, name] = _root_of_squares([norms[ALL, name], values] if (ALL, name) in norms else [values])
     norms[ALL, JOINT] = _root_of_squares([values for (layer, _), values in norms.items() if layer == ALL])
     return Decay(norms, shape)
@@ -326,15 +388,17 @@ class Curve:
         return Figure(lag - 1 + (before - math.log(level)) / (before - after), False)
 
 
-def lost_share(R: np.ndarray, truncation_length: int) -> float | None:
-    """Mean share of summed gradient norm that block truncation cuts: (1/τ) Σ_{j=1..τ} Σ_{k≥j} R_k / Σ R_k.
+def lost_share(R: np.ndarray, most: int, fewest: int = 1) -> float | None:
+    """Mean share of summed gradient norm that is cut, over losses that look back j = fewest..most steps.
 
-    A loss at offset j of its block looks back j steps, so that lags k ≥ j are cut. It is a share of norms: gradients of
-    different lags can point in opposite directions.
+    A loss that looks back j steps has its lags k ≥ j cut. Under block truncation j goes from 1 to τ, its offset in the
+    block: (1/τ) Σ_{j=1..τ} Σ_{k≥j} R_k / Σ R_k. It is a share of norms: gradients of different lags can point in
+    opposite directions.
 
     Args:
         R: (K+1,) from lag 0. The sums end at K: what lies beyond counts neither as kept nor as lost.
-        truncation_length: τ.
+        most: The most steps looked back; τ under block truncation.
+        fewest: The fewest; each number from there on is equally frequent.
 
     Returns:
         0 to 1; None if R is 0 everywhere.
@@ -342,8 +406,8 @@ def lost_share(R: np.ndarray, truncation_length: int) -> float | None:
     total = float(R.sum())
     if total == 0:
         return None
-    tails = np.cumsum(R[::-1])[::-1][1 : truncation_length + 1]
-    return float(tails.sum()) / total / truncation_length
+    tails = np.cumsum(R[::-1])[::-1][fewest : most + 1]
+    return float(tails.sum()) / total / (most - fewest + 1)
 
 
 @dataclass(frozen=True)
@@ -398,6 +462,7 @@ class Decay:
         through one lag, R at a τ beyond K) has no name here.
         """
         named: dict[str, float] = {}
+        fewest, most = self.shape.look_back or (1, self.shape.truncation_length)
         for (layer, component), curve in self.curves.items():
             if layer == ALL and component != JOINT:
                 continue
@@ -410,7 +475,7 @@ class Decay:
             undefined_where_none = {
                 "rate": curve.rate,
                 "at_truncation": curve.at(self.shape.truncation_length),
-                "lost_share": lost_share(curve.R, self.shape.truncation_length),
+                "lost_share": lost_share(curve.R, most, fewest),
             }
             named |= {f"{prefix}/{name}": value for name, value in undefined_where_none.items() if value is not None}
         return named
@@ -438,27 +503,47 @@ class Decay:
         ]
 
 
-def verdict(decay: Decay, truncation_length: int) -> str:
-    """What block truncation at τ costs, in plain sentences.
+def verdict(decay: Decay, truncation: Truncation) -> str:
+    """What the truncation costs, in plain sentences.
 
     Args:
         decay: The measurement.
-        truncation_length: τ in steps.
+        truncation: Of the training.
     """
     curve, last = decay.curve(), decay.shape.max_lag
     if curve.pairs == 0:
         return "No gradient reaches any state, or none is finite: there is nothing to say about the truncation length."
 
     def lost(length: int) -> str:
-        return f"{100 * (lost_share(curve.R, length) or 0.0):.1f} %"
+        fewest, most = replace(truncation, length=length).look_back
+        return f"{100 * (lost_share(curve.R, most, fewest) or 0.0):.1f} %"
 
-    half = max(1, truncation_length // 2)
+    length = truncation.length
+    half, twice = max(1, length // 2), 2 * length
+    match truncation.mode:
+        case "full":
+            cost = "Nothing is cut: every loss looks back to the beginning of its row."
+        case "sliding":
+            more = f" to {length + truncation.stride - 1}" if truncation.stride > 1 else ""
+            cost = (
+                f"With losses that look back {length}{more} steps, on average {lost(length)} of the summed gradient "
+                f"norm is cut off; with {half} steps it would be {lost(half)}, with {twice} steps {lost(twice)}."
+            )
+        case "randomised":
+            cost = (
+                f"Inside a window nothing is cut on average: gradients look back {truncation.mean_look_back:.3g} steps "
+                f"in the mean, and those that are let through make up for the others (an unbiased estimate). Where a "
+                f"window of {truncation.window} steps begins they end, which cuts off {lost(length)} of the summed "
+                f"gradient norm."
+            )
+        case _:
+            cost = (
+                f"With the gradient cut every {length} steps, on average {lost(length)} of the summed gradient norm "
+                f"is cut off; every {half} steps it would be {lost(half)}, every {twice} steps {lost(twice)}."
+            )
     return (
-        f"With the gradient cut every {truncation_length} steps, on average {lost(truncation_length)} of the summed "
-        f"gradient norm is cut off; every {half} steps it would be {lost(half)}, every {2 * truncation_length} steps "
-        f"{lost(2 * truncation_length)}. "
-        f"The gradient's half-life is {curve.half_life} steps (lags up to {last} were measured and summed, what lies "
-        f"beyond is not counted). This is a share of norms, not of the weights' gradient: directions can cancel."
+        f"{cost} The gradient's half-life is {curve.half_life} steps (lags up to {last} were measured and summed, what "
+        f"lies beyond is not counted). This is a share of norms, not of the weights' gradient: directions can cancel."
     )
 
 

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import lightning
 import torch
@@ -21,10 +21,11 @@ from torch.nn import functional
 from lmapp.config import Config
 from lmapp.data.batches import Batch
 from lmapp.gradients import clipping
-from lmapp.models import detach
-from lmapp.models.recurrent import RecurrentModel
-from lmapp.training import plan
+from lmapp.gradients.decay import Truncation
+from lmapp.models import Network
+from lmapp.training import plan, truncation
 from lmapp.training.optimizers import make_optimizer
+from lmapp.training.truncation import Carried
 
 
 class StepReport(NamedTuple):
@@ -64,7 +65,7 @@ class Progress:
     since_log: dict[str, float] = field(default_factory=dict)
     """Sums since training figures were last logged."""
     best: dict[str, float] | None = None
-    """step, val/loss, val/perplexity, val/bits_per_char of the best validation so far."""
+    """step and the figures (val/loss, val/perplexity, …) of the best validation so far."""
     last: dict[str, float] | None = None
     """The same of the last validation."""
     state: str = "running"
@@ -82,14 +83,26 @@ class LanguageModule(lightning.LightningModule):
     Args:
         model: what is trained.
         config: the run's configuration.
+        truncation: where the gradient through time is cut.
         steps_per_epoch: batches in one pass over the text.
         extras: what a checkpoint stores beside what the module knows itself (vocabulary, text policy, facts).
     """
 
-    def __init__(self, model: RecurrentModel, config: Config, steps_per_epoch: int, extras: dict[str, Any]) -> None:
+    loss_name: ClassVar[str] = "loss"
+    """What J is called in train/… and val/…."""
+
+    def __init__(
+        self,
+        model: Network,
+        config: Config,
+        truncation: Truncation,
+        steps_per_epoch: int,
+        extras: dict[str, Any],
+    ) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self.config = config
+        self.truncation = truncation
         self.extras = extras
         self.steps_per_epoch = steps_per_epoch
         self.progress = Progress(total_steps=self._known_total(steps_per_epoch))
@@ -103,7 +116,7 @@ class LanguageModule(lightning.LightningModule):
         """Set by Ctrl-C: end after this step, saved."""
         self.new_total: int | None = None
         """The plan of a resumed run whose limits were changed."""
-        self._states: tuple[Any, ...] | None = None
+        self._carried: Carried | None = None
         self._random: dict[str, Any] | None = None
         self._loss, self._losses, self._characters = torch.zeros(()), torch.zeros(()), 0
         self._started = 0.0
@@ -122,24 +135,23 @@ class LanguageModule(lightning.LightningModule):
         return make_optimizer(self.model, self.config.train)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        """Set the step's learning rate and the state it starts from."""
+        """Set the step's learning rate."""
         self._started = time.perf_counter()
         if batch_idx != self.progress.batch:
             raise RuntimeError(f"the loader is at batch {batch_idx}, the run at {self.progress.batch}")
         rate = plan.learning_rate(self.config.train, self.progress.step, self.progress.total_steps)
         for group in self.optimizers().param_groups:  # type: ignore[union-attr]
             group["lr"] = rate
-        if batch_idx == 0 or not self.config.train.carry_state or self._states is None:
-            self._states = self.model.initial_state(batch.inputs.shape[0])
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """J of the batch, in nats per character."""
-        logits, states = self.model(batch.inputs, self._states)
+        if batch_idx == 0 or not self.config.train.carry_state or self._carried is None:
+            self._carried = truncation.cold(self.model, batch.inputs.shape[0])
+        logits, self._carried = truncation.read(self.model, batch.inputs, self._carried, self.truncation)
         losses = functional.cross_entropy(
             logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-1, reduction="none"
         )
         loss = losses.sum() / batch.characters
-        self._states = detach(states)
         self._loss, self._losses, self._characters = (
             loss.detach(),
             losses.detach().view_as(batch.targets),
@@ -204,7 +216,7 @@ class LanguageModule(lightning.LightningModule):
         if self.report.kind == "nonfinite":
             progress.nonfinite_events += 1
             progress.nonfinite_in_a_row += 1
-            self._states = None  # what made the gradient blow up must not be carried on
+            self._carried = None  # what made the gradient blow up must not be carried on
         else:
             progress.nonfinite_in_a_row = 0
             progress.clip_events += self.report.kind == "clip"
@@ -240,7 +252,8 @@ class LanguageModule(lightning.LightningModule):
         checkpoint["lmapp"] = {
             **self.extras,
             "progress": asdict(self.progress),
-            "states": None if self._states is None else [dict(s._asdict()) for s in self._states],
+            "states": None if self._carried is None else [dict(s._asdict()) for s in self._carried.states],
+            "tokens": None if self._carried is None else self._carried.tokens,
             "random": {
                 "torch": torch.get_rng_state(),
                 "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
@@ -256,7 +269,8 @@ class LanguageModule(lightning.LightningModule):
             self.progress.total_steps = self.new_total
         if saved["states"] is not None:
             kinds = [type(s) for s in self.model.initial_state(1)]
-            self._states = tuple(kind(**s) for kind, s in zip(kinds, saved["states"], strict=True))
+            states = tuple(kind(**s) for kind, s in zip(kinds, saved["states"], strict=True))
+            self._carried = Carried(states, saved.get("tokens", torch.empty(0, 0, dtype=torch.int64)))
         self._random = saved["random"]
 
     def on_train_start(self) -> None:
@@ -265,5 +279,7 @@ class LanguageModule(lightning.LightningModule):
             torch.set_rng_state(self._random["torch"])
             if self._random["cuda"] and torch.cuda.is_available():
                 torch.cuda.set_rng_state_all(self._random["cuda"])
-        if self._states is not None:
-            self._states = tuple(type(s)(*(t.to(self.device) for t in s)) for s in self._states)
+        if self._carried is not None:
+            states, tokens = self._carried
+            states = tuple(type(s)(*(t.to(self.device) for t in s)) for s in states)
+            self._carried = Carried(states, tokens.to(self.device))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning
 import numpy as np
 
-from lmapp.models.evaluation import evaluate
+from lmapp.models.evaluation import evaluate, evaluate_infill
 from lmapp.training.module import LanguageModule
 from lmapp.vocabulary import Vocabulary
 
@@ -22,6 +22,9 @@ class Validation(lightning.Callback):
         batch_size: B; the rows the split is read in, at most.
         every_steps: 0 for only at the end.
     """
+
+    loss_name: ClassVar[str] = "val/loss"
+    """The figure that is to be as low as can be."""
 
     def __init__(self, ids: np.ndarray, vocabulary: Vocabulary, batch_size: int, every_steps: int) -> None:
         self.ids = ids
@@ -37,20 +40,67 @@ class Validation(lightning.Callback):
         progress = pl_module.progress
         if not pl_module.due(self.every_steps):
             return
+        figures = self.figures(pl_module.model)
+        pl_module.figures.update(figures)
+        progress.last = {"step": progress.step, **figures}
+        loss = figures[self.loss_name]
+        if math.isfinite(loss) and (progress.best is None or loss < progress.best[self.loss_name]):
+            progress.best = progress.last
+
+    def figures(self, model: Any) -> dict[str, float]:
+        """What is measured of the model now, by its logged names."""
         score = evaluate(
-            pl_module.model,
+            model,
             self.ids,
             self.vocabulary.starts_character,
             self.vocabulary.symbol_bytes,
             batch_size=self.batch_size,
         )
-        figures = {
+        return {
             "val/loss": score.loss,
             "val/perplexity": score.perplexity,
             "val/bits_per_char": score.bits_per_char,
             "val/bits_per_byte": score.bits_per_byte,
         }
-        pl_module.figures.update(figures)
-        progress.last = {"step": progress.step, **figures}
-        if math.isfinite(score.loss) and (progress.best is None or score.loss < progress.best["val/loss"]):
-            progress.best = progress.last
+
+
+class InfillValidation(Validation):
+    """The same for an infill model: the loss on masked characters, under one mask all along, and nothing else.
+
+    Args:
+        ids: the validation split, (N,) integers.
+        vocabulary: of the corpus.
+        batch_size: B; windows read at once.
+        every_steps: 0 for only at the end.
+        mask_fraction: share of the characters to restore.
+        window: T, as in training.
+    """
+
+    loss_name = "val/infill_loss"
+
+    def __init__(
+        self,
+        ids: np.ndarray,
+        vocabulary: Vocabulary,
+        batch_size: int,
+        every_steps: int,
+        *,
+        mask_fraction: float,
+        window: int,
+    ) -> None:
+        super().__init__(ids, vocabulary, batch_size, every_steps)
+        self.mask_fraction = mask_fraction
+        self.window = window
+
+    def figures(self, model: Any) -> dict[str, float]:
+        """What is measured of the model now, by its logged name: no perplexity, for it is none."""
+        score = evaluate_infill(
+            model,
+            self.ids,
+            self.vocabulary.starts_character,
+            self.vocabulary.symbol_bytes,
+            mask_fraction=self.mask_fraction,
+            window=self.window,
+            batch_size=self.batch_size,
+        )
+        return {self.loss_name: score.loss}

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lmapp
+from lmapp.callbacks import clipping as clipping_callback
 from lmapp.gradients import clipping
 from lmapp.training.module import LanguageModule
 
@@ -30,18 +31,22 @@ class Recorded:
         self.norms: list[float] = []
         self.largest: list[float] = []
         self.rows: list[str] = []
+        self.worst: list[int] = []
         self.losses: list[float] = []
         symbols = sorted(set(text))
         step, clip = LanguageModule.training_step, LanguageModule.configure_gradient_clipping
 
         def training_step(module: LanguageModule, batch: Any, batch_idx: int) -> Any:
+            carried = module._carried if batch_idx else None
+            states = module.model.initial_state(len(batch.inputs)) if carried is None else carried.states
             with torch.no_grad():
-                logits, _ = module.model(batch.inputs, module._states)
+                logits, _ = module.model(batch.inputs, states)
                 losses = -logits.log_softmax(-1).gather(-1, batch.targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
                 losses = losses.masked_fill(batch.targets < 0, 0)
             row = int(losses.sum(1).argmax())
             ids = [int(batch.inputs[row, 0]), *(t for t in batch.targets[row].tolist() if t >= 0)]
             self.rows.append("".join(symbols[i] for i in ids))
+            self.worst.append(int(losses[row].argmax()))
             self.losses.append(float(losses.sum() / batch.characters))
             return step(module, batch, batch_idx)
 
@@ -210,3 +215,15 @@ def test_an_event_without_a_threshold_has_none(tmp_path: Path, text: str, monkey
     seen = Recorded(tmp_path, text, monkeypatch, {"clip_norm": None})
     (event,) = seen.events
     assert (event["kind"], event["step"], event["threshold"], event["norm"]) == ("nonfinite", 3, None, "nan")
+
+
+def test_of_a_long_row_the_text_is_the_stretch_around_its_largest_loss(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clipping_callback, "LONGEST", 20)
+    seen = Recorded(tmp_path, text, monkeypatch, {"clip_norm": 1e-6, "bptt": "full"})
+    assert len(seen.events) == STEPS
+    for event, row, worst in zip(seen.events, seen.rows, seen.worst, strict=True):
+        begin = max(0, min(worst - 10, len(row) - 21))
+        assert event["text"] == row[begin : begin + 21]
+        assert row[worst] in event["text"]

@@ -9,6 +9,7 @@ import torch
 
 import lmapp
 from lmapp import checkpoint
+from lmapp.errors import LmappError
 from lmapp.inference.generation import Sampling
 from lmapp.training.module import LanguageModule
 
@@ -25,7 +26,7 @@ def run(directory: Path, text: str, **sections: dict[str, Any]) -> Path:
             "cache_dir": str(directory / "cache"),
             **sections.get("data", {}),
         },
-        "model": {"cell": "gru", "hidden_size": 16, "dropout": 0.3},
+        "model": {"cell": "gru", "hidden_size": 16, "dropout": 0.3, **sections.get("model", {})},
         "train": {"max_steps": 25, "val_every_steps": 10, "precision": "fp32", **sections.get("train", {})},
         "gradients": {"every_steps": 0},
         "logging": {"wandb": "disabled"},
@@ -98,3 +99,43 @@ def test_a_network_that_is_not_finite_writes_that_and_training_goes_on(
     assert [step for step, _, _ in found] == [10, 20, 25]
     assert "not finite" in found[0][2]
     assert len(found[1][2]) == 300
+
+
+def test_an_infill_sample_is_a_masked_piece_of_validation_text_and_its_restoration(
+    tmp_path: Path, real_text: str
+) -> None:
+    text = "".join(sorted(set(real_text[:8000]))) + real_text[:8000]
+    path = run(tmp_path, text, model={"kind": "infill", "mask_fraction": 0.25})
+    heading = re.compile(r"^--- step (\d+), validation loss (\S+) ---\n(.*?)\n--\n(.*?)\n\n(?=---|\Z)", re.M | re.S)
+    found = heading.findall((path / "samples.txt").read_bytes().decode("utf-8"))
+    assert [int(step) for step, *_ in found] == [10, 20, 25]
+    last = checkpoint.read(path / "checkpoints" / "last.ckpt")["lmapp"]["progress"]["last"]
+    assert found[-1][1] == f"{last['val/infill_loss']:.4f}"
+    language = lmapp.load(path / "checkpoints" / "last.ckpt")
+    original = language.vocabulary.decode(language.text().ids[:200])
+    (mask,) = {masked[i] for _, _, masked, _ in found for i in range(200) if masked[i] != original[i]}
+    for _, _, masked, restored in found:
+        assert masked == found[0][2]
+        assert len(masked) == len(restored) == 200
+        assert masked.count(mask) == 50
+        for was, shown, now in zip(original, masked, restored, strict=True):
+            assert shown == mask or was == shown == now
+    assert found[-1][3] == language.infill(found[-1][2], mask).text
+
+
+def test_infill_samples_without_validation_and_of_a_network_that_is_not_finite(
+    tmp_path: Path, real_text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lmapp.inference import infill
+
+    beliefs = infill._beliefs
+    monkeypatch.setattr(infill, "_beliefs", lambda model, *rest: beliefs(model, *rest) if calls.pop() else fail())
+    calls = [True] * 1000 + [False]
+
+    def fail() -> None:
+        raise LmappError("The network's output is not finite.")
+
+    path = run(tmp_path, real_text[:3000], model={"kind": "infill"}, data={"val_fraction": 0})
+    text = (path / "samples.txt").read_text(encoding="utf-8")
+    assert "--- step 10 ---\n(The network's output is not finite.)\n" in text
+    assert real_text[:3] in text.split("--- step 20 ---")[1]

@@ -11,6 +11,7 @@ from lmapp.gradients.decay import (
     Curve,
     Decay,
     ProbeShape,
+    Truncation,
     cut_recurrence_warning,
     lost_share,
     measure,
@@ -245,7 +246,25 @@ class _HeadlessModel(nn.Module):
         found = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]
         count = len(entering)
         states_found = torch.stack([*found[:count], torch.zeros_like(found[0])])
-        return (LayerGradients(_State(states_found), torch.stack(found[count:])),)
+        outputs = torch.stack(found[count:])
+        return (LayerGradients(_State(states_found), outputs, outputs),)
+
+
+def test_the_concatenated_cell_has_its_reference_at_lag_one():
+    """The same figures from the cell itself, alone and as the top of a stack."""
+    model = RecurrentModel(2, cell="concatenated", hidden_size=1, num_layers=1).double()
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    model.layers[0].weight_hh.data = torch.tensor([[0.5], [1.0], [0.0]], dtype=torch.float64)
+    shape = ProbeShape(windows=1, warm_up=0, max_lag=3, end_points=1, truncation_length=2)
+    curve = measure(model, torch.zeros(1, 5, dtype=torch.int64), shape).curve()
+    assert curve.reference_lag == 1
+    assert curve.G.tolist() == pytest.approx([0, 0.5, 0.25, 0.125], abs=1e-12)
+    assert curve.R.tolist() == pytest.approx([0, 1, 0.5, 0.25], abs=1e-12)
+    stack = model_of(["gru", "concatenated"], num_layers=None)
+    decay = measure(stack, windows_for(ProbeShape(2, 3, 4, 2, 4)), ProbeShape(2, 3, 4, 2, 4))
+    assert decay.curve(0).reference_lag == 0  # the layer below reaches the logits at once, but through this one
+    assert decay.curve(1).reference_lag == decay.curve().reference_lag == 1
 
 
 def test_a_cell_that_reads_the_state_before_has_its_reference_at_lag_one():
@@ -278,7 +297,7 @@ def test_a_cell_that_reads_the_state_before_is_recognised_where_widths_agree():
             entering[:steps, 0, 0] = 0.5 ** torch.arange(steps - 1, -1, -1)
             outputs = torch.zeros(steps, 1, 1, dtype=torch.float64)
             outputs[-1] = 1
-            return (LayerGradients(_State(entering), outputs),)
+            return (LayerGradients(_State(entering), outputs, outputs),)
 
     decay = measure(Model(Wide()), torch.zeros(1, 5, dtype=torch.int64), ProbeShape(1, 0, 3, 1, 2))
     assert decay.curve().G.tolist() == [0, 1, 0.5, 0.25]
@@ -463,7 +482,7 @@ def test_no_gradient_at_all_gives_no_figures_but_no_failure():
     assert decay.curve().pairs == 0
     assert decay.curve().left_out == 2
     assert cut_recurrence_warning(decay) is None
-    assert "nothing to say" in verdict(decay, 2)
+    assert "nothing to say" in verdict(decay, Truncation(2))
     assert "decay/lost_share" not in decay.scalars()
     json.dumps([decay.records(0), decay.scalars()], allow_nan=False)
 
@@ -622,7 +641,7 @@ def test_records_are_lines_of_plain_json():
 
 
 def test_verdict_names_the_losses_the_half_life_and_its_limits():
-    text = verdict(decay_of(power(0.9, 400), ProbeShape(1, 0, 400, 1, 44)), 44)
+    text = verdict(decay_of(power(0.9, 400), ProbeShape(1, 0, 400, 1, 44)), Truncation(44))
     assert "cut every 44 steps" in text
     assert "20.3 %" in text
     assert f"every 22 steps it would be {100 * 9 * (1 - 0.9**22) / 22:.1f} %" in text
@@ -630,8 +649,63 @@ def test_verdict_names_the_losses_the_half_life_and_its_limits():
     assert "half-life is 6.58 steps" in text
     assert "up to 400" in text
     assert "share of norms" in text
-    assert "half-life is > 8 steps" in verdict(decay_of(power(0.99, 8)), 4)
-    assert "every 1 steps" in verdict(decay_of(power(0.9, 8)), 1)
+    assert "half-life is > 8 steps" in verdict(decay_of(power(0.99, 8)), Truncation(4))
+    assert "every 1 steps" in verdict(decay_of(power(0.9, 8)), Truncation(1))
+
+
+def tail(ratio, lag):
+    """Share of Σ R from `lag` on, where R = ratio^k without end."""
+    return ratio**lag
+
+
+@pytest.mark.parametrize(
+    ("truncation", "look_back", "lost"),
+    [
+        (Truncation(44, "block", 64), (1, 44), sum(tail(0.9, j) for j in range(1, 45)) / 44),
+        (Truncation(20, "sliding", 64), (20, 20), tail(0.9, 20)),
+        (Truncation(20, "sliding", 64, 5), (20, 24), sum(tail(0.9, j) for j in range(20, 25)) / 5),
+        (Truncation(8, "randomised", 30, 1, 0.875), (1, 30), sum(tail(0.9, j) for j in range(1, 31)) / 30),
+        (Truncation(300, "full", 300), None, 0),
+    ],
+)
+def test_what_each_truncation_cuts(truncation, look_back, lost):
+    if look_back is not None:
+        assert truncation.look_back == look_back
+    shape = ProbeShape(1, 0, 400, 1, truncation.length, look_back=truncation.look_back)
+    decay = decay_of(power(0.9, 400), shape)
+    assert decay.scalars()["decay/lost_share"] == pytest.approx(lost, abs=1e-12)
+    fewest, most = truncation.look_back
+    assert lost_share(decay.curve().R, most, fewest) == pytest.approx(lost, abs=1e-12)
+    if truncation.mode != "full":
+        assert f"{100 * lost:.1f} %" in verdict(decay, truncation)
+
+
+def test_verdicts_on_other_truncations_than_block():
+    decay = decay_of(power(0.9, 400))
+    text = verdict(decay, Truncation(20, "sliding", 64, 5))
+    assert text.startswith("With losses that look back 20 to 24 steps, on average ")
+    for length in (10, 40):
+        lost = sum(tail(0.9, j) for j in range(length, length + 5)) / 5
+        assert f"with {length} steps " in text
+        assert f"{100 * lost:.1f} %" in text
+    assert "With losses that look back 20 steps, " in verdict(decay, Truncation(20, "sliding", 64))
+    text = verdict(decay, Truncation(8, "randomised", 30, 1, 0.875))
+    assert "nothing is cut on average: gradients look back 8 steps in the mean" in text
+    assert "unbiased" in text
+    assert "Where a window of 30 steps begins they end" in text
+    assert "look back inf steps" in verdict(decay, Truncation(8, "randomised", 30, 1, 1.0))
+    text = verdict(decay, Truncation(300, "full", 300))
+    assert text.startswith("Nothing is cut: every loss looks back to the beginning of its row.")
+    assert "%" not in text
+    for mode in ("sliding", "randomised", "full"):
+        assert "half-life is 6.58 steps" in verdict(decay, Truncation(20, mode, 64))
+
+
+def test_the_longest_lag_unless_given():
+    assert Truncation(300, "block", 300).max_lag == 600
+    assert Truncation(300, "sliding", 64).max_lag == 600
+    assert Truncation(30_000, "full", 30_000).max_lag == 512
+    assert Truncation(100, "full", 100).max_lag == 200
 
 
 def test_curve_can_be_made_from_recorded_numbers():

@@ -17,6 +17,7 @@ from lmapp import checkpoint
 from lmapp.config import build
 from lmapp.errors import LmappError
 from lmapp.models.recurrent import RecurrentModel
+from lmapp.training import truncation
 from lmapp.training.module import LanguageModule
 
 ROWS, WIDTH = 4, 16
@@ -118,8 +119,10 @@ def plain_loop(text: str, options: dict[str, Any], carried: str) -> list[Step]:
     first = RecurrentModel(
         size, cell=model.cell, hidden_size=model.hidden_size, num_layers=model.num_layers, init=model.init
     )
-    kind = {"gru": nn.GRU, "lstm": nn.LSTM, "vanilla": nn.RNN}[model.cell]
-    layers, head = kind(size, model.hidden_size, model.num_layers, batch_first=True), nn.Linear(model.hidden_size, size)
+    kind = {"gru": nn.GRU, "lstm": nn.LSTM, "vanilla": nn.RNN}[model.cell[0]]
+    layers = kind(size, model.hidden_size, len(model.cells), batch_first=True)
+    head = nn.Linear(model.hidden_size, size)
+    assert first.head is not None
     for index, layer in enumerate(first.layers):
         for name, parameter in layer.named_parameters():
             getattr(layers, f"{name}_l{index}").data.copy_(parameter.data)
@@ -275,20 +278,22 @@ class Sabotage:
         self.states: dict[int, Tensor] = {}
         self.rows: dict[int, list[int]] = {}
         original = LanguageModule.training_step
-        forward = RecurrentModel.forward
+        forward, read = RecurrentModel.forward, truncation.read
         now = {"step": 0}
 
         def training_step(module: LanguageModule, batch: Any, batch_idx: int) -> Tensor:
             step = now["step"] = module.progress.step + 1
             self.before[step] = {k: v.clone() for k, v in module.model.state_dict().items()}
-            assert module._states is not None
-            self.states[step] = module._states[0].h.clone()
             loss = original(module, batch, batch_idx)
             if row is None and step in poison:
                 loss = loss * poison[step]
             if row is not None:
                 self.rows[step] = [int(batch.inputs[row, 0]), *batch.targets[row].tolist()]
             return loss
+
+        def watched(model: Any, inputs: Tensor, carried: truncation.Carried, cut: Any) -> Any:
+            self.states[now["step"]] = carried.states[0].h.clone()
+            return read(model, inputs, carried, cut)
 
         def poisoned(model: RecurrentModel, *args: Any, **kwargs: Any) -> Any:
             logits, states = forward(model, *args, **kwargs)
@@ -300,6 +305,7 @@ class Sabotage:
 
         monkeypatch.setattr(LanguageModule, "training_step", training_step)
         monkeypatch.setattr(RecurrentModel, "forward", poisoned)
+        monkeypatch.setattr(truncation, "read", watched)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -1,0 +1,59 @@
+"""Training an infill model: what a step of it is."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lmapp.config import Config
+from lmapp.data.batches import Batch
+from lmapp.gradients.decay import Truncation
+from lmapp.models import InfillModel
+from lmapp.models.infill import choose_masked
+from lmapp.training.module import LanguageModule
+
+
+class InfillModule(LanguageModule):
+    """Trains a model on the characters of each batch, some of them masked anew from torch's global generator.
+
+    Every window is read by itself: nothing is carried from one to the next.
+
+    Args:
+        model: what is trained.
+        config: the run's configuration.
+        truncation: the whole window; there is nothing else to choose.
+        steps_per_epoch: batches in one pass over the text.
+        extras: as a `LanguageModule` has them.
+        starts_character: (V,) whether a symbol starts a character.
+    """
+
+    loss_name: ClassVar[str] = "infill_loss"
+
+    def __init__(
+        self,
+        model: InfillModel,
+        config: Config,
+        truncation: Truncation,
+        steps_per_epoch: int,
+        extras: dict[str, Any],
+        starts_character: np.ndarray,
+    ) -> None:
+        super().__init__(model, config, truncation, steps_per_epoch, extras)
+        self.starts_character: Tensor
+        self.register_buffer("starts_character", torch.from_numpy(starts_character), persistent=False)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """J of the batch, in nats per masked character."""
+        tokens = batch.inputs
+        masked = choose_masked(tokens, self.starts_character, self.config.model.mask_fraction)
+        logits = self.model(tokens.masked_fill(masked, self.model.mask_symbol))
+        targets = tokens.masked_fill(~masked, -1)
+        losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
+        # Without a character that begins there, as in the middle of one spelt in bytes, nothing is masked.
+        loss = losses.sum() / max(1, int((masked & self.starts_character[tokens]).sum()))
+        self._loss, self._losses, self._characters = loss.detach(), losses.detach().view_as(tokens), batch.characters
+        return loss

@@ -1,0 +1,637 @@
+"""Truncated back-propagation through time: every mode against what it stands for, and through whole runs."""
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import lmapp
+import lmapp.run
+from lmapp import checkpoint, laboratory
+from lmapp.config import build
+from lmapp.errors import LmappError, UsageError
+from lmapp.gradients.decay import Truncation
+from lmapp.models import RecurrentModel, make_model
+from lmapp.training import truncation
+from lmapp.training.module import LanguageModule
+from lmapp.training.truncation import Carried, cold, groups, read, resolve, work
+
+CELLS = ["vanilla", "gru", "lstm"]
+Gradients = dict[str, Tensor]
+
+
+def model_of(cell: str, layers: int, symbols: int) -> RecurrentModel:
+    """In float64, with no parameter at 0."""
+    torch.manual_seed(3)
+    model = RecurrentModel(symbols, cell=cell, hidden_size=4, num_layers=layers, embedding_size=3).double()
+    for parameter in model.parameters():
+        parameter.data = 0.7 * torch.randn(parameter.shape, dtype=torch.float64)
+    return model
+
+
+def distinct(rows: int, widths: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """Windows of so many steps in which no id comes twice: the gradient of an embedding's row is that of one step."""
+    ids = torch.arange(rows * sum(widths)).view(rows, -1)
+    return [(piece, (piece * 7 + 1) % ids.numel()) for piece in ids.split(widths, 1)]
+
+
+def losses_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+
+
+def gradients(model: RecurrentModel, loss: Tensor) -> Gradients:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    found = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
+    return dict(zip(names, found, strict=True))
+
+
+def assert_close(found: Gradients, expected: Gradients, where: Any = "") -> None:
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-10, msg=lambda m: f"{where} {name}: {m}")  # noqa: B023
+
+
+# What the options come to ---------------------------------------------------------------------------------------------
+
+
+def options(**train: Any) -> Any:
+    return build({"data": {"sequence_length": 8}, "train": train}).train
+
+
+def test_options_resolved() -> None:
+    assert resolve(options(), 8) == Truncation(8, "block", 8)
+    assert resolve(options(truncation_length=3), 8) == Truncation(3, "block", 8)
+    assert resolve(options(truncation_length=8), 5) == Truncation(5, "block", 5)  # the text was too short
+    assert resolve(options(bptt="full"), 900) == Truncation(900, "full", 900)
+    assert resolve(options(bptt="sliding", truncation_length=20, stride=4), 8) == Truncation(20, "sliding", 8, 4)
+    assert resolve(options(bptt="randomised"), 8) == Truncation(8, "randomised", 8, 1, 1 - 1 / 8)
+    assert resolve(options(bptt="randomised", truncation_length=20), 8).keep_probability == 0.95
+    assert resolve(options(bptt="randomised", keep_probability=0.3), 8).keep_probability == 0.3
+    assert resolve(options(bptt="randomised"), 1).keep_probability == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "train", "words"),
+    [
+        ({}, {"bptt": "randomised", "truncation_length": 1}, "--train.truncation-length 1"),
+        ({"sequence_length": 1}, {"bptt": "randomised"}, "--data.sequence-length 1"),
+        ({}, {"bptt": "block", "truncation_length": 65}, "--data.sequence-length 64"),
+        ({}, {"bptt": "full", "truncation_length": 8}, "leave out --train.truncation-length"),
+        ({}, {"bptt": "full", "stride": 2}, "--train.stride is an option of --train.bptt sliding"),
+        ({}, {"bptt": "sliding", "keep_probability": 0.5}, "--train.keep-probability is an option of"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_by_name(data: dict[str, Any], train: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        build({"data": data, "train": train})
+    assert words in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+def test_a_keep_probability_makes_a_length_of_one_good() -> None:
+    assert options(bptt="randomised", truncation_length=1, keep_probability=0.5).keep_probability == 0.5
+
+
+# The smallest example -------------------------------------------------------------------------------------------------
+
+
+class Scalar:
+    """W_hh = 1/2, x = h_0 = 0, W_qh = [1; 0], V = 2, y = 0, T = 3, linear; ∂J/∂h_t is read off at the gates."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model = RecurrentModel(
+            2, cell="vanilla", activation="identity", hidden_size=1, embedding_size=1, bias=False
+        ).double()
+        for parameter in self.model.parameters():
+            parameter.data.zero_()
+        layer = self.model.layers[0]
+        layer.weight_hh.data.fill_(0.5)
+        assert self.model.head is not None
+        self.model.head.weight.data[0] = 1
+        self.gates: list[Tensor] = []
+        scan = layer.scan
+
+        def watched(gates: Tensor, *rest: Any) -> Any:
+            gates.retain_grad()
+            self.gates.append(gates)
+            return scan(gates, *rest)
+
+        monkeypatch.setattr(layer, "scan", watched)
+
+    def gradient(self, cut: Truncation, rows: int = 1) -> Tensor:
+        """∂J/∂h_t, (rows, 3), of the mean loss of each row."""
+        self.gates.clear()
+        tokens = torch.zeros(rows, 3, dtype=torch.int64)
+        logits, _ = read(self.model, tokens, cold(self.model, rows), cut)
+        losses_of(logits, tokens).mean(1).sum().backward()
+        (gates,) = self.gates
+        assert gates.grad is not None
+        return gates.grad[..., 0].t()
+
+
+def draw(monkeypatch: pytest.MonkeyPatch, patterns: Tensor) -> None:
+    """Let the next random masks be `patterns` (rows, T): 1 where the gradient is kept."""
+    monkeypatch.setattr(torch, "rand", lambda *shape: 1 - patterns.double().view(shape))
+
+
+def all_patterns(steps: int) -> Tensor:
+    """Every pattern over steps 1..T−1, (2^(T−1), T); at step 0 there is nothing to keep."""
+    return torch.tensor([(0, *rest) for rest in itertools.product((0, 1), repeat=steps - 1)])
+
+
+def test_the_smallest_example_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    scalar = Scalar(monkeypatch)
+    for cut, expected in (
+        (Truncation(3, "block", 3), (-7 / 24, -1 / 4, -1 / 6)),
+        (Truncation(3, "full", 3), (-7 / 24, -1 / 4, -1 / 6)),
+        (Truncation(2, "block", 3), (-1 / 4, -1 / 6, -1 / 6)),
+        (Truncation(1, "block", 3), (-1 / 6, -1 / 6, -1 / 6)),
+    ):
+        assert scalar.gradient(cut)[0].tolist() == pytest.approx(expected, abs=1e-15)
+
+
+def test_the_smallest_example_randomised(monkeypatch: pytest.MonkeyPatch) -> None:
+    scalar = Scalar(monkeypatch)
+    draw(monkeypatch, all_patterns(3))
+    first = scalar.gradient(Truncation(3, "randomised", 3, keep_probability=0.5), 4)[:, 0]
+    assert first.tolist() == pytest.approx([-1 / 6, -1 / 6, -2 / 6, -3 / 6], abs=1e-15)
+    assert first.mean().item() == pytest.approx(-7 / 24, abs=1e-15)
+
+
+# Block, full ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("length", [1, 4, 10])
+def test_block_is_pieces_of_the_window_with_the_state_detached(cell: str, layers: int, length: int) -> None:
+    (inputs, targets), *_ = distinct(2, [11])
+    model = model_of(cell, layers, 22)
+    logits, after = read(model, inputs, cold(model, 2), Truncation(length, "block", 11))
+    pieces, carried = [], cold(model, 2)
+    for piece in inputs.split(length, 1):
+        part, carried = read(model, piece, carried, Truncation(piece.shape[1], "block", piece.shape[1]))
+        pieces.append(part)
+    whole = torch.cat(pieces, 1)
+    torch.testing.assert_close(logits, whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(after.states, carried.states, rtol=1e-12, atol=1e-12)
+    expected = gradients(model, losses_of(whole, targets).sum())
+    assert_close(gradients(model, losses_of(logits, targets).sum()), expected)
+    uncut, _ = read(model, inputs, cold(model, 2), Truncation(11, "block", 11))
+    other = gradients(model, losses_of(uncut, targets).sum())["layers.0.weight_hh"]
+    assert not torch.allclose(other, expected["layers.0.weight_hh"])
+
+
+def test_a_block_as_long_as_the_window_needs_no_mask() -> None:
+    assert truncation.credit(Truncation(8, "block", 8), 2, 8) is None
+    assert truncation.credit(Truncation(8, "block", 8), 2, 5) is None
+    assert truncation.credit(Truncation(9, "full", 9), 2, 9) is None
+    assert truncation.credit(Truncation(8, "randomised", 8, keep_probability=1.0), 2, 8) is None
+    mask = truncation.credit(Truncation(3, "block", 8), 2, 8)
+    assert mask is not None
+    assert mask.tolist() == 2 * [[0, 1, 1, 0, 1, 1, 0, 1]]
+
+
+def test_what_is_carried_is_cut_from_the_graph() -> None:
+    model = model_of("lstm", 2, 20)
+    for cut in (Truncation(5, "block", 5), Truncation(3, "sliding", 5), Truncation(5, "randomised", 5, 1, 0.5)):
+        carried = cold(model, 2)
+        for inputs, _ in distinct(2, [5, 5]):
+            _, carried = read(model, inputs, carried, cut)
+            assert not any(component.requires_grad for state in carried.states for component in state)
+
+
+# Randomised -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("steps", [2, 10])
+def test_over_all_patterns_the_randomised_gradient_is_the_full_one(
+    monkeypatch: pytest.MonkeyPatch, cell: str, layers: int, steps: int
+) -> None:
+    patterns, keep = all_patterns(steps), 0.3
+    (row, aim), *_ = distinct(1, [steps])
+    model = model_of(cell, layers, steps)
+    _, before = read(model, row.flip(1), cold(model, 1), Truncation(steps, "block", steps))
+    logits, _ = read(model, row, before, Truncation(steps, "full", steps))
+    expected = gradients(model, losses_of(logits, aim).sum())
+    # One pattern a row, its loss weighted with its probability.
+    count = len(patterns)
+    draw(monkeypatch, patterns)
+    many = Carried(tuple(type(s)(*(c.expand(count, -1) for c in s)) for s in before.states), before.tokens)
+    logits, _ = read(model, row.expand(count, -1), many, Truncation(4, "randomised", steps, 1, keep))
+    kept = patterns.sum(1).double()
+    probability = keep**kept * (1 - keep) ** (steps - 1 - kept)
+    assert probability.sum().item() == pytest.approx(1)
+    losses = losses_of(logits, aim.expand(count, -1))
+    assert_close(gradients(model, (probability * losses.sum(1)).sum()), expected)
+    alone = gradients(model, losses[0].sum())["layers.0.weight_hh"]
+    assert not torch.allclose(alone, expected["layers.0.weight_hh"])
+
+
+def test_masks_are_drawn_for_each_row_and_step_from_the_global_generator() -> None:
+    cut = Truncation(5, "randomised", 400, 1, 0.8)
+    torch.manual_seed(5)
+    mask = truncation.credit(cut, 50, 400)
+    assert mask is not None
+    again = truncation.credit(cut, 50, 400)
+    torch.manual_seed(5)
+    assert torch.equal(mask, truncation.credit(cut, 50, 400))  # type: ignore[arg-type]
+    assert not torch.equal(mask, again)  # type: ignore[arg-type]
+    assert set(mask.unique().tolist()) == {0, 1 / 0.8}
+    kept = (mask > 0).double()
+    assert kept.mean().item() == pytest.approx(0.8, abs=0.01)
+    together = kept.sub(kept.mean())
+    assert (together[1:] * together[:-1]).mean().abs() < 0.01
+    assert (together[:, 1:] * together[:, :-1]).mean().abs() < 0.01
+
+
+# Sliding --------------------------------------------------------------------------------------------------------------
+
+# Widths of three windows, τ, s: shorter and longer than a window, dividing it and not, a narrow last window.
+SHAPES = [
+    ([5, 5, 5], 3, 1),
+    ([5, 5, 3], 4, 2),
+    ([4, 4, 2], 7, 1),
+    ([4, 4, 1], 9, 3),
+    ([4, 4, 2], 3, 6),
+    ([6, 6, 6], 1, 4),
+    ([3, 3, 2], 20, 2),
+    ([1, 1, 1], 2, 1),
+]
+
+
+def starts(widths: list[int], length: int, stride: int) -> Iterator[tuple[int, int]]:
+    """Of every loss of a row: its step and the step that it looks back to."""
+    begin = 0
+    for width in widths:
+        for step in range(begin, begin + width):
+            first = begin + (step - begin) // stride * stride
+            yield step, max(0, first - length + 1)
+        begin += width
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(("widths", "length", "stride"), SHAPES)
+def test_every_sliding_loss_is_one_that_starts_anew_so_many_steps_before_it(
+    cell: str, layers: int, widths: list[int], length: int, stride: int
+) -> None:
+    rows, total = 2, sum(widths)
+    windows = distinct(rows, widths)
+    inputs, targets = (torch.cat(parts, 1) for parts in zip(*windows, strict=True))
+    model = model_of(cell, layers, inputs.numel())
+    carried, losses = cold(model, rows), []
+    for piece, aim in windows:
+        logits, carried = read(model, piece, carried, Truncation(length, "sliding", widths[0], stride))
+        assert logits.shape[:2] == piece.shape
+        losses.append(losses_of(logits, aim))
+    found = torch.cat(losses, 1)
+    looked_back = []
+    for step, start in starts(widths, length, stride):
+        states = model.initial_state(rows)
+        if start:
+            with torch.no_grad():
+                _, states = model(inputs[:, :start], states)
+        logits, _ = model(inputs[:, start : step + 1], states)
+        expected = losses_of(logits[:, -1:], targets[:, step : step + 1])
+        torch.testing.assert_close(found[:, step : step + 1], expected, rtol=1e-10, atol=1e-10)
+        # With weights, so that the rows do not stand in for one another.
+        weights = torch.tensor([[1.0], [-0.4]], dtype=torch.float64)
+        mine = gradients(model, (weights * found[:, step : step + 1]).sum())
+        assert_close(mine, gradients(model, (weights * expected).sum()), step)
+        looked_back.append(step - start + 1)
+    assert max(looked_back) == min(total, length + min(stride, max(widths)) - 1)
+
+
+def test_a_sliding_loss_reaches_so_many_steps_and_not_one_more() -> None:
+    length, widths = 4, [5, 5, 5]
+    model = model_of("gru", 2, 15)
+    carried = cold(model, 1)
+    step = 0
+    for inputs, targets in distinct(1, widths):
+        logits, carried = read(model, inputs, carried, Truncation(length, "sliding", 5))
+        for loss in losses_of(logits, targets)[0]:
+            by_step = gradients(model, loss)["embedding.weight"].abs().sum(1)
+            reached = [index for index in range(15) if by_step[index] > 0]
+            assert reached == list(range(max(0, step - length + 1), step + 1))
+            step += 1
+
+
+def test_what_sliding_keeps() -> None:
+    model = model_of("lstm", 2, 60)
+    inputs = torch.cat([piece for piece, _ in distinct(3, [6, 6, 6, 2])], 1)
+    carried, done = cold(model, 3), 0
+    for piece in inputs.split(6, 1):
+        _, carried = read(model, piece, carried, Truncation(9, "sliding", 6, 4))
+        done += piece.shape[1]
+        kept = min(8, done)
+        assert torch.equal(carried.tokens, inputs[:, done - kept : done])
+        # On its own, so that a checkpoint holds no more.
+        assert carried.tokens.untyped_storage().nbytes() == 8 * carried.tokens.numel()
+        states = model.initial_state(3)
+        if done > kept:
+            _, states = model(inputs[:, : done - kept], states)
+        torch.testing.assert_close(carried.states, states, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("widths", "length", "stride"), SHAPES)
+def test_groups_hold_every_loss_once(widths: list[int], length: int, stride: int) -> None:
+    cut = Truncation(length, "sliding", widths[0], stride)
+    kept = 0
+    for width in widths:
+        parts = groups(cut, kept, width)
+        assert [step for part in parts for step in range(part.first, part.end)] == list(range(kept, kept + width))
+        assert len({part.start for part in parts}) == len(parts)
+        kept = min(length - 1, kept + width)
+
+
+def test_the_work_of_sliding() -> None:
+    assert work(Truncation(8, "block", 64), 64, True) == 64
+    assert work(Truncation(8, "sliding", 64), 64, True) == 64 * 8
+    assert work(Truncation(8, "sliding", 64, 8), 64, True) == 8 * 15
+    assert work(Truncation(100, "sliding", 64, 10), 64, True) == 7 * 109
+    assert work(Truncation(100, "sliding", 64, 10), 64, False) == 64
+    assert work(Truncation(3, "sliding", 4), 4, False) == 2 * 3
+
+
+# All modes ------------------------------------------------------------------------------------------------------------
+
+MODES: dict[str, dict[str, Any]] = {
+    "block": {},
+    "blocks": {"truncation_length": 5},
+    "full": {"bptt": "full"},
+    "sliding": {"bptt": "sliding", "truncation_length": 7},
+    "strides": {"bptt": "sliding", "truncation_length": 20, "stride": 6},
+    "randomised": {"bptt": "randomised", "truncation_length": 4},
+    "randomised, given": {"bptt": "randomised", "keep_probability": 0.6},
+}
+
+
+@pytest.mark.parametrize("cell", [*CELLS, "mingru"])
+def test_the_values_do_not_depend_on_the_mode(cell: str) -> None:
+    model = model_of(cell, 2, 42)
+    windows = distinct(2, [8, 8, 5])
+    whole, last = model(torch.cat([piece for piece, _ in windows], 1), model.initial_state(2))
+    for name, train in MODES.items():
+        cut = resolve(options(**train), 8)
+        carried, parts = cold(model, 2), []
+        for piece, _ in windows:
+            logits, carried = read(model, piece, carried, cut)
+            parts.append(logits)
+        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-12, atol=1e-12, msg=lambda m: f"{name}: {m}")  # noqa: B023
+        if cut.mode != "sliding":
+            torch.testing.assert_close(carried.states, last, rtol=1e-12, atol=1e-12)
+
+
+def test_dropout_is_drawn_in_every_mode() -> None:
+    torch.manual_seed(1)
+    model = RecurrentModel(42, cell="gru", hidden_size=8, num_layers=2, dropout=0.5, weight_drop=0.3, zoneout=0.2)
+    (inputs, _), *_ = distinct(2, [8])
+    for train in MODES.values():
+        carried = cold(model, 2)
+        model.train()
+        drawn = [read(model, inputs, carried, resolve(options(**train), 8))[0] for _ in range(2)]
+        assert not torch.equal(*drawn)
+        model.eval()
+        still = [read(model, inputs, carried, resolve(options(**train), 8))[0] for _ in range(2)]
+        assert torch.equal(*still)
+
+
+# Whole runs -----------------------------------------------------------------------------------------------------------
+
+ROWS, WIDTH = 4, 8
+
+
+def settings(directory: Path, text: str, **sections: Any) -> dict[str, Any]:
+    (directory / "text.txt").write_text(text, encoding="utf-8")
+    return {
+        "data": {
+            "path": [str(directory / "text.txt")],
+            "batch_size": ROWS,
+            "sequence_length": WIDTH,
+            "val_fraction": 0,
+            "cache_dir": str(directory / "cache"),
+            **sections.get("data", {}),
+        },
+        "model": {"hidden_size": 16, **sections.get("model", {})},
+        "train": {"max_steps": 60, "learning_rate": 0.02, "warmup_steps": 5, "precision": "fp32", "device": "cpu"}
+        | sections.get("train", {}),
+        "gradients": {"every_steps": 0, **sections.get("gradients", {})},
+        "logging": {"wandb": "disabled", "every_steps": 1},
+        "runs_dir": str(directory / "runs"),
+    }
+
+
+def lines(run: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def text(real_text: str) -> str:
+    """430 characters: in four rows an epoch has fourteen windows of 8, the last of 4 steps with shorter rows."""
+    return "".join(c for c in real_text if c.isascii())[:430]
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_trains(tmp_path: Path, text: str, mode: str, cell: str) -> None:
+    run = lmapp.train(settings(tmp_path, text, train=MODES[mode], model={"cell": cell, "num_layers": 2}), quiet=True)
+    losses = [line["train/loss"] for line in lines(run)]
+    assert len(losses) == 60
+    assert losses[-1] < losses[0] - 0.5
+    assert run.metrics["bptt"] == MODES[mode].get("bptt", "block")
+    saved = checkpoint.read(run.path / "checkpoints" / "last.ckpt")["lmapp"]
+    assert saved["plan"]["bptt"] == run.metrics["bptt"]
+    rows = math.ceil(429 / ROWS)
+    assert saved["plan"]["sequence_length"] == (rows if mode == "full" else WIDTH)
+    expected = {"full": rows, **{name: train.get("truncation_length", WIDTH) for name, train in MODES.items()}}
+    assert saved["plan"]["truncation_length"] == (rows if mode == "full" else expected[mode])
+    assert saved["tokens"].shape[1] == {"sliding": 6, "strides": 19}.get(mode, 0)
+
+
+def test_the_kernel_that_is_stored_is_the_one_that_runs(tmp_path: Path, text: str) -> None:
+    kernels = {}
+    for mode in MODES:
+        train = MODES[mode] | {"max_steps": 1}
+        model = {"cell": "lstm", "hidden_size": 32, "num_layers": 2}
+        run = lmapp.train(settings(tmp_path, text, train=train, model=model), quiet=True)
+        kernels[mode] = run.metrics["kernels"]
+    for mode in ("blocks", "randomised", "randomised, given"):
+        assert kernels.pop(mode) == ["table+scan", "scan"]
+    assert set(map(tuple, kernels.values())) == {("torch", "torch")}
+
+
+def test_losses_of_runs_whose_weights_stay_do_not_depend_on_the_mode(tmp_path: Path, text: str) -> None:
+    """Three passes, narrow last windows among them, with and without carried state."""
+    found: dict[bool, list[list[float]]] = {}
+    for carry in (True, False):
+        for mode in MODES:
+            if mode != "full":
+                train = {**MODES[mode], "learning_rate": 1e-30, "carry_state": carry, "max_steps": 42}
+                run = lmapp.train(settings(tmp_path, text, train=train), quiet=True)
+                found.setdefault(carry, []).append([line["train/loss"] for line in lines(run)])
+    for carry, runs in found.items():
+        for losses in runs:
+            assert losses == pytest.approx(runs[0], abs=1e-6), carry
+    apart = [abs(a - b) for a, b in zip(found[True][0], found[False][0], strict=True)]
+    assert apart[0] == apart[14] == 0
+    assert min(apart[1:14]) > 1e-5
+
+
+def test_without_carried_state_nothing_is_kept(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = watch(monkeypatch)
+    train = {**MODES["strides"], "carry_state": False, "max_steps": 20}
+    lmapp.train(settings(tmp_path, text, train=train), quiet=True)
+    assert all(carried.tokens.shape == (ROWS, 0) and not carried.states[0].h.any() for carried in seen)
+
+
+def test_full_has_no_more_rows_than_there_are_characters_to_predict(tmp_path: Path, text: str) -> None:
+    options = settings(tmp_path, text[:3], data={"shrink": False}, train={"bptt": "full", "max_steps": 2})
+    with pytest.raises(LmappError, match=r"Set --data\.batch-size 2, or allow"):
+        lmapp.train(options, quiet=True)
+    options["data"]["shrink"] = True
+    run = lmapp.train(options, quiet=True)
+    assert (run.metrics["batch_size"], run.metrics["sequence_length"], run.metrics["characters"]) == (2, 1, 4)
+
+
+def test_full_is_one_pass_over_every_row(tmp_path: Path, text: str) -> None:
+    options = settings(tmp_path, text, train={"bptt": "full", "max_steps": 3, "clip_norm": None})
+    run = lmapp.train(options, quiet=True)
+    config = build(options)
+    torch.manual_seed(config.seed)
+    model = make_model(len(set(text)), config.model)
+    assert isinstance(model, RecurrentModel)
+    ids = torch.tensor([sorted(set(text)).index(c) for c in text])
+    loss = torch.zeros(())
+    share, longer = divmod(len(text) - 1, ROWS)
+    start = 0
+    for row in range(ROWS):
+        size = share + (row < longer)
+        piece = ids[start : start + size + 1]
+        logits, _ = model(piece[None, :-1], model.initial_state(1))
+        loss = loss + functional.cross_entropy(logits[0], piece[1:], reduction="sum")
+        start += size
+    loss = loss / (len(text) - 1)
+    loss.backward()
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None))
+    first = lines(run)[0]
+    assert first["train/loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert first["gradient/norm"] == pytest.approx(norm, rel=1e-5)
+    assert [line["characters"] for line in lines(run)] == [429, 858, 1287]
+    assert run.metrics["epochs"] == 3
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, poison: int | None = None) -> list[Carried]:
+    """What each step in turn starts from; the loss of step `poison` (counted from 1) is not a number."""
+    seen: list[Carried] = []
+    step = LanguageModule.training_step
+
+    def watched(model: Any, inputs: Tensor, carried: Carried, cut: Truncation) -> Any:
+        seen.append(carried)
+        return read(model, inputs, carried, cut)
+
+    def training_step(module: LanguageModule, batch: Any, batch_idx: int) -> Tensor:
+        loss = step(module, batch, batch_idx)
+        return loss * math.nan if module.progress.step + 1 == poison else loss
+
+    monkeypatch.setattr(truncation, "read", watched)
+    monkeypatch.setattr(LanguageModule, "training_step", training_step)
+    return seen
+
+
+def test_sliding_starts_cold_at_an_epoch_and_after_a_gradient_that_is_not_finite(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = watch(monkeypatch, poison=5)
+    lmapp.train(settings(tmp_path, text, train={**MODES["strides"], "max_steps": 30}), quiet=True)
+    kept = [0, 8, 16, 19, 19, 0, 8, 16, *6 * [19], 0, 8, 16, *11 * [19], 0, 8]
+    assert [carried.tokens.shape[1] for carried in seen] == kept
+    for carried in seen:
+        assert carried.states[0].h.any() == (carried.tokens.shape[1] == 19)
+
+
+def test_what_was_carried_is_brought_to_the_device(tmp_path: Path) -> None:
+    config = build({"model": {"hidden_size": 4}})
+    model = make_model(5, config.model)
+    assert isinstance(model, RecurrentModel)
+    module = LanguageModule(model, config, Truncation(9, "sliding", 6), 3, {})
+    module._carried = Carried(model.initial_state(2), torch.zeros(2, 8, dtype=torch.int64))
+    module.to("meta")
+    module.on_train_start()
+    assert module._carried.tokens.device.type == module._carried.states[0].h.device.type == "meta"
+
+
+# What is said ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("block", []),
+        ("blocks", ["gradient", "cut every 5 steps"]),
+        (
+            "full",
+            ["cut nowhere", "4 rows × 108 characters, 1 step a pass", "--data.sequence-length is not read", "memory"],
+        ),
+        ("sliding", ["every loss looks back 7 steps", "about 7 times the work"]),
+        ("strides", ["every loss looks back 20 to 25 steps", "about 6.25 times the work"]),
+        ("randomised", ["passes a step with probability 0.75", "looks back 4 steps in the mean"]),
+    ],
+)
+def test_the_description_says_where_the_gradient_is_cut(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str], mode: str, words: list[str]
+) -> None:
+    lmapp.train(settings(tmp_path, text, train={**MODES[mode], "max_steps": 1}))
+    output = capsys.readouterr().out
+    assert all(word in output for word in words), output
+    names = [line.partition(" ")[0] for line in output.splitlines()]
+    assert ("gradient" in names) == (mode != "block")
+    assert ("memory" in names) == (mode == "full")
+
+
+def test_a_text_that_shrinks_the_window_shrinks_the_block(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = lmapp.train(settings(tmp_path, text[:6], train={"truncation_length": 7, "max_steps": 2}))
+    assert (run.metrics["sequence_length"], run.metrics["truncation_length"]) == (5, 5)
+    assert "--train.truncation-length 7 is longer than the windows that the text allows" in capsys.readouterr().out
+
+
+def test_verdicts_of_runs(tmp_path: Path, real_text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "".join(c for c in real_text if c.isascii())[:5000]
+    words = {
+        "sliding": "With losses that look back 7 steps",
+        "strides": "With losses that look back 20 to 25 steps",
+        "full": "Nothing is cut",
+        "randomised": "look back 4 steps in the mean",
+        "blocks": "With the gradient cut every 5 steps",
+    }
+    for mode, sentence in words.items():
+        sections = {
+            "train": {**MODES[mode], "max_steps": 2},
+            "data": {"val_fraction": 0.3},
+            "gradients": {"every_steps": 5, "windows": 2},
+        }
+        run = lmapp.train(settings(tmp_path, text, **sections))
+        assert sentence in " ".join(capsys.readouterr().out.split())
+        (measured,) = laboratory.measure_checkpoints([str(run.path)], windows=2)
+        assert sentence in measured.verdict
+        assert measured.as_dict()["bptt"] == run.metrics["bptt"]
+        assert measured.decay.shape.max_lag == (512 if mode == "full" else 2 * MODES[mode]["truncation_length"])
+        lost = lines(run)[-1]["decay/lost_share"]
+        curve = measured.decay.curve().R
+        share = curve / curve.sum()
+        if mode == "full":
+            assert lost == 0
+        if mode == "sliding":
+            assert lost == pytest.approx(share[7:].sum(), rel=1e-4)
+        if mode == "strides":
+            assert lost == pytest.approx(sum(share[j:].sum() for j in range(20, 26)) / 6, rel=1e-4)
