@@ -51,7 +51,7 @@ def _collect(app: App, commands: tuple[str, ...], arguments: ArgumentCollection)
         # A switch without a value has its meaning in the implicit value.
         values = [t.value if t.implicit_value is UNSET else t.implicit_value for t in argument.tokens]
         section = _given.setdefault(keys[0], {}) if len(keys) == 2 else _given
-        section[keys[-1]] = values if keys[-1] in ("path", "tags") else values[-1]
+        section[keys[-1]] = values if tuple(keys) in _LISTS else values[-1]
         argument.tokens.clear()
 
 
@@ -69,7 +69,7 @@ def _join_switches(words: Sequence[str]) -> list[str]:
             joined.append(word)
     for word in joined:
         name, equals, value = word.partition("=")
-        if equals and name.replace("_", "-") in _SWITCHES:
+        if equals and name.replace("_", "-") in _SWITCHES and value.lower() not in configuration.BOOLEANS:
             section, option = name.removeprefix("--").split(".")
             configuration.build({section: {option: value}})
     return joined
@@ -80,7 +80,10 @@ def _is_config(word: str) -> bool:
 
 
 _OPTIONS = set(configuration.option_names())
-_SWITCHES = {configuration.option_name(keys) for keys in configuration.option_names(bool)}
+_LISTS = set(configuration.option_names(list[str]))
+_SWITCHES = {
+    configuration.option_name(keys) for kind in (bool, bool | None) for keys in configuration.option_names(kind)
+}
 app.config = _collect
 
 
@@ -225,6 +228,7 @@ def evaluate(
         split: Of the run's own text.
     """
     from lmapp.inference import load
+    from lmapp.inference.infill import InfillEvaluation
 
     result = load(checkpoint, runs_dir=runs_dir).evaluate(path or (), corpus=corpus, split=split, cache_dir=cache_dir)
     if json_:
@@ -232,12 +236,63 @@ def evaluate(
         return
     if result.warning:
         print(f"warning: {result.warning}", file=sys.stderr)
+    if isinstance(result, InfillEvaluation):
+        print(f"{result.text}: {result.score.characters:,} masked characters, in windows of {result.window}")
+        print(f"  infill loss {result.score.loss:.4f} nats per masked character (no perplexity: both sides are read)")
+        return
     print(f"{result.text}: {result.carried.characters + 1:,} characters")
     for name, score in (("state carried", result.carried), ("cold windows of 256", result.cold)):
         print(
             f"  {name:<20} loss {score.loss:.4f} nats, perplexity {score.perplexity:.3f}, "
             f"{score.bits_per_char:.4f} bits per character, {score.bits_per_byte:.4f} bits per byte"
         )
+
+
+@app.command
+def infill(
+    checkpoint: str,
+    text: Prompt | None = None,
+    *,
+    mask: Prompt = "_",
+    runs_dir: RunsDir = "runs",
+    json_: Json = False,
+) -> None:
+    """Restore the masked characters of a text, the surest one first.
+
+    The restored text goes to standard output, what was chosen at each place and what else it might be to standard
+    error. Only an infill model does it: --model.kind infill.
+
+    Args:
+        checkpoint: A file, a run's directory or a run's name.
+        text: A mask stands in the place of each missing character; - or none reads standard input.
+        mask: What marks a place: one character, for one of the alphabet's (never one that has to be spelt in bytes).
+    """
+    from lmapp.inference import load
+
+    given = _standard_input() if text is None or text == "-" else text
+    model = load(checkpoint, runs_dir=runs_dir)
+    result = model.infill(given, mask)
+    if json_:
+        _print_json({"checkpoint": str(model.path), "step": model.step, "mask": mask, **result.as_dict()})
+        return
+    print(result.text)
+    for place in result.places:
+        others = ", ".join(f"{character!r} {probability:.3f}" for character, probability in place.alternatives)
+        print(f"  {place.position + 1:>5}  {place.character!r} {place.probability:.3f}  ({others})", file=sys.stderr)
+
+
+def _standard_input() -> str:
+    """A text from standard input, without the line end that closes it.
+
+    Raises:
+        UsageError: nobody has sent one, or it is not UTF-8.
+    """
+    if sys.stdin.isatty():
+        raise UsageError("Name the text, or send it to standard input: lmapp infill CKPT TEXT")
+    try:
+        return sys.stdin.read().removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"Standard input, byte {error.start}: this is not UTF-8 text.") from None
 
 
 @app.command

@@ -85,20 +85,55 @@ class DataConfig:
 class ModelConfig:
     """The network."""
 
-    cell: Text = "gru"
-    """vanilla, lstm or gru."""
+    kind: Literal["recurrent", "window", "infill"] = "recurrent"
+    """recurrent; window reads a fixed number of characters; infill reads both ways and restores masked characters."""
+    cell: list[Text] = field(default_factory=lambda: ["gru"])
+    """vanilla, lstm, gru, … (README has all), or package.module:Class; several names make a stack of them."""
     hidden_size: Annotated[int, Bounds(low=1, high=1_000_000)] = 512
     """H, the units of each layer."""
-    num_layers: Annotated[int, Bounds(low=1, high=1_000)] = 1
-    """L, the layers stacked."""
+    num_layers: Annotated[int, Bounds(low=1, high=1_000)] | None = None
+    """L, the layers stacked. By default one for each cell named."""
     embedding_size: Annotated[int, Bounds(low=0, high=1_000_000)] = 0
     """Width of the character embedding; 0 means one-hot."""
     activation: Literal["tanh", "relu", "sigmoid", "identity"] = "tanh"
-    """Of the vanilla cell."""
+    """Of the vanilla cell and of the window model."""
+    bias: bool = True
+    """Biases in cells and readout."""
+    connections: Literal["plain", "residual", "dense"] = "plain"
+    """residual adds a layer's input to its output; dense gives each layer all that is below it, the readout all."""
     dropout: Fraction = 0.0
     """Of each layer's output, one mask over time."""
-    init: Literal["orthogonal", "torch"] = "orthogonal"
-    """Initial weights: orthogonal recurrent matrices and forget bias 1, or torch.nn's uniform ones."""
+    weight_drop: Fraction = 0.0
+    """Share of each recurrent matrix's weights left out for a window."""
+    zoneout: Fraction = 0.0
+    """Share of the state's entries that keep their old value at a step."""
+    tie_embeddings: bool = False
+    """One matrix for the embedding and the readout."""
+    init: Literal["orthogonal", "identity", "torch"] = "orthogonal"
+    """Recurrent matrices orthogonal or the identity (both with an LSTM's forget bias at 1), or torch.nn's uniform."""
+    forget_bias: Annotated[float, Bounds(low=-100, high=100)] | None = None
+    """Initial bias of the gate that keeps the state: an LSTM's forget gate, a GRU's z."""
+    chrono: Annotated[float, Bounds(low=2, open_low=True)] | None = None
+    """T_max, the longest memory that the gates' initial biases are drawn for, log-uniform from 1."""
+    window: Annotated[int, Bounds(low=1, high=1_000_000)] = 16
+    """N, the characters that the window model reads for each prediction; it grows with them."""
+    bidirectional: bool | None = None
+    """Read the text both ways, as an infill model always does and no other can."""
+    mask_fraction: Annotated[float, Bounds(low=0, high=1, open_low=True)] = 0.15
+    """Share of the characters that an infill model is trained and validated to restore, drawn anew at every step."""
+
+    @property
+    def cells(self) -> list[str]:
+        """The name of each layer's cell, from the bottom up."""
+        return self.cell * (self.num_layers or 1) if len(self.cell) == 1 else list(self.cell)
+
+    @property
+    def label(self) -> str:
+        """The network in a word: its kind if that has no cells, else its cells."""
+        if self.kind == "window":
+            return self.kind
+        cells = "+".join(name.rpartition(":")[2] for name in self.cell)
+        return cells if self.kind == "recurrent" else f"{self.kind}-{cells}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +162,15 @@ class TrainConfig:
     """Largest global norm of the gradient; `none` for no clipping by norm."""
     clip_value: Positive | None = None
     """Largest absolute entry of the gradient, instead of clip_norm."""
+    bptt: Literal["block", "full", "sliding", "randomised"] = "block"
+    """Where the gradient through time is cut: every truncation_length steps; nowhere, a window being a row's whole
+    text; so many steps before each loss; at random."""
+    truncation_length: Count | None = None
+    """τ, the steps that the gradient looks back. By default the sequence length."""
+    stride: Count = 1
+    """Of sliding: losses that look back together, τ to τ + stride − 1 steps; the cost falls with it."""
+    keep_probability: Annotated[float, Bounds(low=0, high=1, open_low=True)] | None = None
+    """π of randomised: the chance that the gradient passes a step. By default 1 − 1/τ."""
     carry_state: bool = True
     """Start each window from the state the row's last window ended with; `false` from zero."""
     val_every_steps: Steps = 500
@@ -148,7 +192,7 @@ class GradientsConfig:
     every_steps: Steps = 500
     """Measure before the first step, every so many steps and at the end; 0 turns it off."""
     max_lag: Annotated[int, Bounds(low=2)] | None = None
-    """K, the longest lag. By default twice the truncation length."""
+    """K, the longest lag. By default twice the truncation length, of whole rows at most 512."""
     windows: Count = 8
     """Windows of validation text it is measured on."""
 
@@ -186,8 +230,11 @@ class Config:
     """Of the initial weights, dropout, probe windows and samples."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The whole configuration as nested dicts of primitives."""
-        return asdict(self)
+        """The whole configuration as nested dicts of primitives; one cell is its name."""
+        options = asdict(self)
+        if len(self.model.cell) == 1:
+            options["model"]["cell"] = self.model.cell[0]
+        return options
 
 
 SECTIONS = tuple(name for name, hint in get_type_hints(Config).items() if is_dataclass(hint))
@@ -321,12 +368,84 @@ def build(options: Mapping[str, Any], *, source: str | None = None) -> Config:
         )
     if train.momentum and train.optimizer not in ("sgd", "rmsprop"):
         raise UsageError(f"--train.momentum is an option of sgd and rmsprop; --train.optimizer is {train.optimizer}.")
-    if config.model.activation != "tanh" and config.model.cell != "vanilla":
-        raise UsageError(f"--model.activation is an option of the vanilla cell; --model.cell is {config.model.cell}.")
+    _check_model(config.model)
+    _check_truncation(config)
     return config
 
 
-def option_names(kind: type | None = None) -> list[tuple[str, ...]]:
+def _check_model(model: ModelConfig) -> None:
+    """Refuse options of the network that exclude each other or that nothing would read."""
+    if len(model.cell) > 1 and model.num_layers not in (None, len(model.cell)):
+        raise UsageError(
+            f"--model.cell names {len(model.cell)} layers, --model.num-layers says {model.num_layers}: leave it out."
+        )
+    if model.bidirectional and model.kind != "infill":
+        raise UsageError(
+            "--model.bidirectional: a network that reads the text both ways has read the character it is to predict, "
+            "so it is\nno left-to-right language model. To restore masked characters: --model.kind infill"
+        )
+    if model.bidirectional is False and model.kind == "infill":
+        raise UsageError("--model.bidirectional false: an infill model needs the text on both sides of a character.")
+    if model.forget_bias is not None and model.chrono is not None:
+        raise UsageError("--model.forget-bias and --model.chrono exclude each other: both set the same bias.")
+    if not model.bias and (model.forget_bias is not None or model.chrono is not None):
+        raise UsageError("--model.bias false leaves nothing for --model.forget-bias and --model.chrono to set.")
+    # Options that only some kinds read: (option, its default, the kinds).
+    for name, kinds in _OPTIONS_OF_KINDS.items():
+        default = ModelConfig.__dataclass_fields__[name]
+        unset = default.default_factory() if callable(default.default_factory) else default.default
+        if model.kind not in kinds and getattr(model, name) != unset:
+            raise UsageError(
+                f"{option_name(('model', name))} is an option of kind {' and '.join(kinds)}; "
+                f"--model.kind is {model.kind}."
+            )
+
+
+_OPTIONS_OF_KINDS = {
+    "window": ("window",),
+    "mask_fraction": ("infill",),
+    "cell": ("recurrent", "infill"),
+    "num_layers": ("recurrent", "infill"),
+    "connections": ("recurrent",),
+    "weight_drop": ("recurrent",),
+    "zoneout": ("recurrent",),
+    "forget_bias": ("recurrent", "infill"),
+    "chrono": ("recurrent", "infill"),
+    "tie_embeddings": ("recurrent",),
+}
+
+
+def _check_truncation(config: Config) -> None:
+    """Refuse options of truncated back-propagation that the mode does not read or that contradict each other."""
+    train, data = config.train, config.data
+    tau = train.truncation_length
+    if train.stride != 1 and train.bptt != "sliding":
+        raise UsageError(f"--train.stride is an option of --train.bptt sliding, which is {train.bptt}.")
+    if train.keep_probability is not None and train.bptt != "randomised":
+        raise UsageError(f"--train.keep-probability is an option of --train.bptt randomised, which is {train.bptt}.")
+    if tau is not None and train.bptt == "full":
+        raise UsageError("--train.bptt full cuts nowhere: leave out --train.truncation-length.")
+    if tau is not None and train.bptt == "block" and tau > data.sequence_length:
+        raise UsageError(
+            f"--train.truncation-length {tau} is longer than the window, --data.sequence-length "
+            f"{data.sequence_length}: block truncation cuts\nat every window. Raise the sequence length, or look "
+            "further back with --train.bptt sliding."
+        )
+    if train.bptt == "randomised" and train.keep_probability is None and (tau or data.sequence_length) == 1:
+        raise UsageError(
+            "--train.bptt randomised lets the gradient pass a step with probability 1 − 1/τ, which is 0 for "
+            f"--{'data.sequence-length' if tau is None else 'train.truncation-length'} 1.\n"
+            "Give it a longer one, or a --train.keep-probability."
+        )
+    recurrent = config.model.kind == "recurrent"
+    if not recurrent and (train.bptt != "block" or tau is not None):
+        raise UsageError(
+            f"--train.bptt and --train.truncation-length are options of kind recurrent; "
+            f"--model.kind is {config.model.kind}."
+        )
+
+
+def option_names(kind: Any = None) -> list[tuple[str, ...]]:
     """The keys of every option, or of those of one type: `("data", "path"), …, ("name",)`."""
     names: list[tuple[str, ...]] = []
     for top, hint in get_type_hints(Config).items():
@@ -420,6 +539,8 @@ def _convert(hint: Any, value: Any, keys: tuple[str, ...], source: str) -> Any:
         items = [value] if isinstance(value, str | Path) else value
         if not isinstance(items, list | tuple) or not all(isinstance(i, str | Path) and str(i) for i in items):
             raise refuse("a text or a list of them")
+        if keys == ("model", "cell") and not items:
+            raise refuse("at least one cell")
         return [str(i) for i in items]
     if hint is bool:
         if isinstance(value, bool):

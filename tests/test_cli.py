@@ -1,7 +1,10 @@
 """The command line: what it shows, and how every bad input of a user ends."""
 
+import contextlib
+import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -145,6 +148,7 @@ def test_help_of_train_lists_every_option_with_its_default(lmapp_: Command, monk
     [
         ("generate", "checkpoint prompt length temperature top-k top-p stop samples seed runs-dir json"),
         ("evaluate", "checkpoint data.path data.corpus data.cache-dir runs-dir json"),
+        ("infill", "checkpoint text mask runs-dir json"),
         ("gradients", "data.path max-lag windows png data.cache-dir runs-dir json"),
         ("compare", "runs-dir json"),
     ],
@@ -261,6 +265,16 @@ def test_impossible_values(train: Command, option: str, value: str, allowed: str
         (["--train.clip-norm", 1, "--train.clip-value", 1], "exclude each other"),
         (["--model.activation", "relu"], "--model.activation is an option of the vanilla cell"),
         (["--data.corpus", "tiny_shakespeare"], "--data.path and --data.corpus exclude each other"),
+        (["--model.bidirectional", "true"], "has read the character it is to predict"),
+        (["--model.bidirectional"], "To restore masked characters: --model.kind infill"),
+        (["--model.bidirectional=maybe"], "--model.bidirectional is true or false, not 'maybe'."),
+        (["--model.bidirectional", "false", "--model.kind", "infill"], "needs the text on both sides"),
+        (["--model.window", 4], "--model.window is an option of kind window; --model.kind is recurrent."),
+        (["--model.mask-fraction", 0.5], "--model.mask-fraction is an option of kind infill"),
+        (["--model.kind", "window", "--model.cell", "lstm"], "--model.cell is an option of kind recurrent and infill"),
+        (["--model.kind", "window", "--model.init", "identity"], "--model.init identity is of recurrent matrices"),
+        (["--model.kind", "infill", "--model.cell", "concatenated"], "the outputs of Concatenated are the logits"),
+        (["--model.kind", "infill", "--train.bptt", "sliding"], "options of kind recurrent; --model.kind is infill."),
     ],
 )
 def test_options_that_do_not_go_together(train: Command, arguments: list[object], expected: str) -> None:
@@ -434,7 +448,7 @@ def test_a_validation_character_that_training_lacks(train: Command) -> None:
 @pytest.mark.parametrize(
     ("cell", "words"),
     [
-        ("gruu", ["no cell is called 'gruu'. Did you mean 'gru'?", "Known: vanilla, lstm, gru."]),
+        ("gruu", ["no cell is called 'gruu'. Did you mean 'gru'?", "Known: vanilla, lstm, gru, gru_before, "]),
         ("transformer", ["no cell is called 'transformer'."]),
         ("nowhere.at_all:Cell", ["'nowhere.at_all:Cell' cannot be imported"]),
     ],
@@ -854,6 +868,200 @@ def test_figures_that_are_not_finite_stay_json(
     monkeypatch.setattr(LanguageModel, "evaluate", diverged)
     document = lmapp_("evaluate", tiny_run, "--json").document
     assert document == {"loss": "nan", "cold": {"perplexity": "inf"}, "all": ["-inf", 1.5]}
+
+
+# Models of other kinds ------------------------------------------------------------------------------------------------
+
+
+def train_kind(kind: str, root: Path) -> tuple[Path, str]:
+    """A finished run `runs/KIND` and what training printed."""
+    (root / "text.txt").write_text(TEXT)
+    arguments = ["train", "--model.kind", kind, "--name", kind, "--runs-dir", root / "runs", *TINY]
+    arguments += ["--data.path", root / "text.txt", "--data.cache-dir", root / "cache", "--gradients.every-steps", 500]
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit, match="0"):
+        main([str(argument) for argument in arguments])
+    return root / "runs" / kind, out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def infill_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    return train_kind("infill", tmp_path_factory.mktemp("infill"))
+
+
+@pytest.fixture(scope="module")
+def window_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    return train_kind("window", tmp_path_factory.mktemp("window"))
+
+
+@pytest.mark.parametrize("written", [["true"], [], ["--model.num-layers", 1], ["none"]])
+def test_an_infill_model_may_be_called_bidirectional(train: Command, written: list[object]) -> None:
+    assert train("--model.bidirectional", *written, "--model.kind", "infill", "--name", "a").code == 0
+    config = yaml.safe_load(Path("runs/a/config.yaml").read_text())
+    assert config["model"]["bidirectional"] is (None if written == ["none"] else True)
+
+
+def test_what_training_an_infill_model_says(infill_run: tuple[Path, str]) -> None:
+    run, out = infill_run
+    best = summary(run)["best"]["val/infill_loss"]
+    assert f"{best:.4f} nats per masked character (step 2)" in out
+    assert f"validation {best:.4f} nats a masked character  best" in out
+    assert "infill-gru 1 × 8 each way" in out
+    assert "each window by itself, 15 % of it masked" in out
+    assert "No gradient decay is measured" in out
+    assert out.count("unigram") == 2
+    assert "bigram" not in out
+    assert "perplexity" not in out
+    commands = re.findall(r"^  lmapp (\w+)", out, re.MULTILINE)
+    assert commands == ["infill", "evaluate", "compare"]
+
+
+def test_what_training_a_window_model_says(window_run: tuple[Path, str]) -> None:
+    run, out = window_run
+    assert f"{summary(run)['best']['val/loss']:.4f} nats, perplexity" in out
+    assert "window of 16 characters × 8, one-hot input" in out
+    assert "which a window model does not have" in out
+    assert "bigram" in out
+    assert re.findall(r"^  lmapp (\w+)", out, re.MULTILINE) == ["generate", "evaluate", "compare"]
+    assert summary(run)["parameters"] == 16 * (29 + 1) * 8 + 8 + 8 * 29 + 29
+
+
+def test_a_window_model_writes_and_is_evaluated(lmapp_: Command, window_run: tuple[Path, str]) -> None:
+    run, _ = window_run
+    document = lmapp_("generate", run, "--prompt", "the ", "--length", 30, "--seed", 1, "--json").document
+    assert len(document["texts"][0]) == 30
+    figures = lmapp_("evaluate", run, "--json").document
+    assert figures["loss"] == pytest.approx(summary(run)["best"]["val/loss"], abs=1e-6)
+
+
+def test_infill(lmapp_: Command, infill_run: tuple[Path, str]) -> None:
+    run, _ = infill_run
+    result = lmapp_("infill", run, "the qu_ck brown f_x")
+    assert result.code == 0
+    restored = result.out.removesuffix("\n")
+    assert (restored[:6], restored[7:17], restored[18:]) == ("the qu", "ck brown f", "x")
+    lines = result.err.splitlines()
+    assert [line.split()[0] for line in lines] == ["7", "18"]
+    assert f"{restored[6]!r} 0." in lines[0]
+    document = lmapp_("infill", run, "the qu*ck brown f*x", "--mask", "*", "--json").document
+    assert (document["text"], document["mask"], document["step"]) == (restored, "*", 2)
+    assert [place["position"] for place in document["places"]] == [6, 17]
+    assert [place["character"] for place in document["places"]] == [restored[6], restored[17]]
+    assert len(document["places"][0]["alternatives"]) == 4
+    by_name = lmapp_("infill", run.name, "the qu_ck brown f_x", "--runs-dir", run.parent)
+    assert by_name == result
+
+
+@pytest.mark.parametrize("arguments", [[], ["-"], ["--mask", "_"]])
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_infill_reads_standard_input(
+    lmapp_: Command,
+    infill_run: tuple[Path, str],
+    arguments: list[str],
+    end: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"the qu_ck\nbrown f_x{end}"))
+    expected = lmapp_("infill", infill_run[0], "the qu_ck\nbrown f_x")
+    assert lmapp_("infill", infill_run[0], *arguments) == expected
+    assert expected.code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["ab_", "--mask", "__"], "--mask is one character, not '__'."),
+        (["ab_", "--mask="], "--mask is one character, not ''."),
+        ([""], "There is no text to restore."),
+        (["the fox"], "The text has no '_'"),
+        (["the f_x", "--mask", "?"], "The text has no '?'"),
+        (["th_ \u03b6"], "The text's character 5, '\u03b6' (U+03B6), never occurred in the training text"),
+    ],
+)
+@pytest.mark.parametrize("json_", [[], ["--json"]])
+def test_what_infill_refuses(
+    lmapp_: Command, infill_run: tuple[Path, str], arguments: list[str], words: str, json_: list[str]
+) -> None:
+    result = lmapp_("infill", infill_run[0], *arguments, *json_)
+    refused(result, 2, words)
+    assert result.out == ""
+
+
+def test_infill_of_a_text_that_begins_with_a_hyphen(lmapp_: Command, infill_run: tuple[Path, str]) -> None:
+    # The hyphen is no character of the alphabet, but it is taken for one of the text.
+    refused(lmapp_("infill", infill_run[0], "-t_e"), 2, "The text's character 1, '-'")
+    assert lmapp_("infill", infill_run[0], "t-e", "--mask", "-").code == 0
+
+
+def test_infill_from_a_terminal_without_a_text(
+    lmapp_: Command, infill_run: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal("never read"))
+    refused(lmapp_("infill", infill_run[0]), 2, "Name the text", "lmapp infill CKPT TEXT")
+
+
+def test_infill_of_what_is_not_text(lmapp_: Command, infill_run: tuple[Path, str]) -> None:
+    for encoding in ("utf-8:strict", "utf-8:surrogateescape"):
+        result = subprocess.run(
+            [sys.executable, "-m", "lmapp", "infill", str(infill_run[0])],
+            input=b"th_ \xff",
+            capture_output=True,
+            check=False,
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+        )
+        message = result.stderr.decode()
+        assert (result.returncode, result.stdout) == (2, b""), message
+        assert len(message.splitlines()) <= 3
+        assert "UTF-8" in message
+
+
+def test_evaluate_of_an_infill_model(lmapp_: Command, infill_run: tuple[Path, str]) -> None:
+    run, _ = infill_run
+    result = lmapp_("evaluate", run)
+    assert (result.code, result.err) == (0, "")
+    document = lmapp_("evaluate", run, "--json").document
+    assert document == {
+        "text": "the run's validation split",
+        "infill_loss": pytest.approx(summary(run)["best"]["val/infill_loss"], abs=1e-6),
+        "masked_characters": 27,
+        "mask_fraction": 0.15,
+        "window": summary(run)["sequence_length"],
+    }
+    assert f"infill loss {document['infill_loss']:.4f} nats per masked character" in result.out
+    assert "27 masked characters" in result.out
+
+
+@pytest.mark.parametrize("kind", ["infill", "window"])
+def test_gradients_of_what_has_no_state(lmapp_: Command, kind: str, request: pytest.FixtureRequest) -> None:
+    run, _ = request.getfixturevalue(f"{kind}_run")
+    result = lmapp_("gradients", run)
+    refused(
+        result, 2, f"an {kind} model" if kind == "infill" else "a window model", "a state carried from left to right"
+    )
+    assert not Path("gradients.png").exists()
+
+
+def test_each_kind_of_model_does_its_own(
+    lmapp_: Command, infill_run: tuple[Path, str], window_run: tuple[Path, str], tiny_run: Path
+) -> None:
+    for arguments in ([], ["--json"], ["--samples", 2]):
+        refused(lmapp_("generate", infill_run[0], *arguments), 2, "is an infill model", "lmapp infill")
+    for run in (window_run[0], tiny_run):
+        refused(lmapp_("infill", run, "th_"), 2, "reads from left to right", "--model.kind infill")
+
+
+def test_compare_of_all_kinds(
+    lmapp_: Command, infill_run: tuple[Path, str], window_run: tuple[Path, str], tiny_run: Path
+) -> None:
+    result = lmapp_("compare", infill_run[0], window_run[0], tiny_run)
+    assert result.code == 0
+    assert "Infill loss (nats per masked character)" in result.out
+    runs = lmapp_("compare", infill_run[0], window_run[0], tiny_run, "--json").document["runs"]
+    assert runs[-1]["name"] == "infill"
+    assert runs[-1]["best_infill_loss"] == pytest.approx(summary(infill_run[0])["best"]["val/infill_loss"])
 
 
 # Failures from outside ------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from lmapp import config as configuration
+from lmapp.cells import CELLS
 from lmapp.config import (
     RESUMABLE,
     Bounds,
@@ -48,7 +49,12 @@ EVERYTHING: dict[str, Any] = {
         "num_layers": 2,
         "embedding_size": 5,
         "activation": "relu",
+        "bias": False,
+        "connections": "dense",
         "dropout": 0.5,
+        "weight_drop": 0.25,
+        "zoneout": 0.125,
+        "tie_embeddings": True,
         "init": "torch",
     },
     "train": {
@@ -63,6 +69,9 @@ EVERYTHING: dict[str, Any] = {
         "weight_decay": 0.0,
         "clip_norm": None,
         "clip_value": 2.5,
+        "bptt": "sliding",
+        "truncation_length": 20,
+        "stride": 3,
         "carry_state": False,
         "val_every_steps": 0,
         "checkpoint_minutes": 1.5,
@@ -82,7 +91,26 @@ EVERYTHING: dict[str, Any] = {
     "runs_dir": "r",
     "seed": 0,
 }
-"""Every option, with another value than its default."""
+"""Every option that goes with the others, with another value than its default."""
+
+APART: dict[tuple[str, str], dict[str, Any]] = {
+    ("model", "kind"): {"model": {"kind": "window"}},
+    ("model", "window"): {"model": {"kind": "window", "window": 3}},
+    ("model", "forget_bias"): {"model": {"forget_bias": -1.5}},
+    ("model", "chrono"): {"model": {"chrono": 9.0}},
+    ("model", "bidirectional"): {"model": {"kind": "infill", "bidirectional": True}},
+    ("model", "mask_fraction"): {"model": {"kind": "infill", "mask_fraction": 0.5}},
+    ("train", "keep_probability"): {"train": {"bptt": "randomised", "keep_probability": 0.5}},
+}
+"""The other options, each with what it needs."""
+
+NEEDED: dict[tuple[str, ...], dict[str, Any]] = {
+    ("train", "momentum"): {"train": {"optimizer": "sgd"}},
+    ("train", "truncation_length"): {"train": {"bptt": "sliding"}},
+    ("train", "stride"): {"train": {"bptt": "sliding"}},
+    **{keys: {keys[0]: {k: v for k, v in given[keys[0]].items() if k != keys[1]}} for keys, given in APART.items()},
+}
+"""What has to be given beside an option, so that it may be."""
 
 
 def message(options: dict[str, Any], **kwargs: Any) -> str:
@@ -125,8 +153,26 @@ def test_nothing_given_is_the_default_configuration() -> None:
 
 def test_the_example_of_everything_names_every_option() -> None:
     config = build(EVERYTHING)
-    assert config.as_dict() == EVERYTHING
-    assert [name for name, _, _ in differences(Config(), config)] == [".".join(keys) for keys in option_names()]
+    given = config.as_dict()
+    assert {name: {o: given[name][o] for o in rest} if isinstance(rest, dict) else given[name]
+            for name, rest in EVERYTHING.items()} == EVERYTHING  # fmt: skip
+    named = [name for name, _, _ in differences(Config(), config)]
+    assert named == [".".join(keys) for keys in option_names() if keys not in APART]
+    for keys, options in APART.items():
+        changed = {name: (new, old) for name, old, new in differences(Config(), build(options))}
+        assert changed[".".join(keys)][0] == options[keys[0]][keys[1]]
+
+
+def test_a_stack_of_cells_is_a_list_and_one_cell_a_name() -> None:
+    for written, meant in [("gru", ["gru"]), (["gru"], ["gru"]), (["lstm", "a:B"], ["lstm", "a:B"])]:
+        model = build({"model": {"cell": written}}).model
+        assert (model.cell, model.cells) == (meant, meant)
+    assert build({"model": {"cell": "gru", "num_layers": 3}}).model.cells == ["gru"] * 3
+    assert build({"model": {"cell": ["gru", "lstm"], "num_layers": 2}}).model.cells == ["gru", "lstm"]
+    assert build({"model": {"cell": ["gru"]}}).as_dict()["model"]["cell"] == "gru"
+    assert build({"model": {"cell": ["gru", "m:Own"]}}).model.label == "gru+Own"
+    assert build({"model": {"kind": "window"}}).model.label == "window"
+    assert build({"model": {"kind": "infill", "cell": "lstm"}}).model.label == "infill-lstm"
 
 
 def test_values_as_text_mean_the_same() -> None:
@@ -148,10 +194,12 @@ def test_every_file_of_configs_builds_and_round_trips(path: Path) -> None:
 
 
 def test_configs_are_there() -> None:
-    assert {"default.yaml", "vanilla.yaml", "lstm.yaml", "gru.yaml", "stacked.yaml"} <= {p.name for p in CONFIGS}
+    assert {f"{name}.yaml" for name in ("default", "stacked", "mixed", "window", "infill", *CELLS)} <= {
+        p.name for p in CONFIGS
+    }
 
 
-@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["default", "everything"])
+@pytest.mark.parametrize("options", [{}, EVERYTHING, *APART.values()])
 def test_round_trip_through_yaml(tmp_path: Path, options: dict[str, Any]) -> None:
     config = build(options)
     file = tmp_path / "config.yaml"
@@ -299,8 +347,9 @@ def test_clipping_by_value_takes_the_place_of_the_default_clipping_by_norm() -> 
         ({"name": 3}, "--name is a text, not 3."),
         ({"name": ""}, "--name is a text, not ''."),
         ({"runs_dir": ""}, "--runs-dir is a text, not ''."),
-        ({"model": {"cell": None}}, "--model.cell is a text, not None."),
-        ({"model": {"cell": ["gru", "lstm"]}}, "--model.cell is a text, not ['gru', 'lstm']."),
+        ({"model": {"cell": None}}, "--model.cell is a text or a list of them, not None."),
+        ({"model": {"cell": []}}, "--model.cell is at least one cell, not []."),
+        ({"model": {"cell": ["gru", ""]}}, "--model.cell is a text or a list of them, not ['gru', '']."),
         ({"data": {"path": 3}}, "--data.path is a text or a list of them, not 3."),
         ({"data": {"path": ["a", 3]}}, "--data.path is a text or a list of them, not ['a', 3]."),
         ({"data": {"path": ["a", ""]}}, "--data.path is a text or a list of them, not ['a', '']."),
@@ -308,8 +357,32 @@ def test_clipping_by_value_takes_the_place_of_the_default_clipping_by_norm() -> 
         # Options that do not go together.
         ({"data": {"val_fraction": 0.5, "test_fraction": 0.5}},
          "--data.val-fraction and --data.test-fraction leave nothing to train on: their sum must stay below 1."),
-        ({"model": {"activation": "relu"}},
-         "--model.activation is an option of the vanilla cell; --model.cell is gru."),
+        ({"model": {"cell": ["gru", "lstm"], "num_layers": 3}},
+         "--model.cell names 2 layers, --model.num-layers says 3: leave it out."),
+        ({"model": {"bidirectional": True}},
+         "--model.bidirectional: a network that reads the text both ways has read the character it is to predict, "
+         "so it is\nno left-to-right language model. To restore masked characters: --model.kind infill"),
+        ({"model": {"kind": "infill", "bidirectional": False}},
+         "--model.bidirectional false: an infill model needs the text on both sides of a character."),
+        ({"model": {"forget_bias": 1, "chrono": 9}},
+         "--model.forget-bias and --model.chrono exclude each other: both set the same bias."),
+        ({"model": {"forget_bias": 1, "bias": False}},
+         "--model.bias false leaves nothing for --model.forget-bias and --model.chrono to set."),
+        ({"model": {"window": 3}}, "--model.window is an option of kind window; --model.kind is recurrent."),
+        ({"model": {"kind": "window", "cell": "lstm"}},
+         "--model.cell is an option of kind recurrent and infill; --model.kind is window."),
+        ({"model": {"kind": "infill", "zoneout": 0.1}},
+         "--model.zoneout is an option of kind recurrent; --model.kind is infill."),
+        ({"train": {"stride": 2}}, "--train.stride is an option of --train.bptt sliding, which is block."),
+        ({"train": {"keep_probability": 0.5}},
+         "--train.keep-probability is an option of --train.bptt randomised, which is block."),
+        ({"train": {"bptt": "full", "truncation_length": 5}},
+         "--train.bptt full cuts nowhere: leave out --train.truncation-length."),
+        ({"train": {"truncation_length": 65}},
+         "--train.truncation-length 65 is longer than the window, --data.sequence-length 64: block truncation cuts\n"
+         "at every window. Raise the sequence length, or look further back with --train.bptt sliding."),
+        ({"train": {"bptt": "full"}, "model": {"kind": "infill"}},
+         "--train.bptt and --train.truncation-length are options of kind recurrent; --model.kind is infill."),
         # Both spellings.
         ({"data": {"batch_size": 3, "batch-size": 4}}, "batch_size is given twice, as batch_size and as batch-size."),
     ],
@@ -331,7 +404,7 @@ def test_a_file_is_named() -> None:
 def test_every_number_is_taken_up_to_its_bounds(keys: tuple[str, ...], kind: type, bounds: Bounds) -> None:
     def taken(value: float) -> bool:
         try:
-            build(merge({"train": {"optimizer": "sgd"}}, nested(keys, kind(value))))
+            build(merge(NEEDED.get(keys, {}), nested(keys, kind(value))))
         except UsageError:
             return False
         return True
@@ -427,7 +500,10 @@ def test_option_names() -> None:
     assert ("data", "batch_size") in option_names()
     assert ("name",) in option_names()
     assert len(set(option_names())) == len(option_names())
-    assert option_names(bool) == [("data", "shrink"), ("train", "carry_state")]
+    assert option_names(bool) == [
+        ("data", "shrink"), ("model", "bias"), ("model", "tie_embeddings"), ("train", "carry_state"),
+    ]  # fmt: skip
+    assert option_names(bool | None) == [("model", "bidirectional")]
     assert {keys[0] for keys in option_names() if len(keys) == 2} == set(configuration.SECTIONS)
 
 

@@ -29,13 +29,16 @@ class Row:
         path: Its directory.
         state: "finished", "stopped", "interrupted", or "unfinished" (going on, or killed).
         step: Optimiser steps done.
-        best_step: Step of the lowest validation loss.
+        infill: Whether it restores masked characters. Its loss is another figure, never ranked with the others'.
+        best_step: Step of the lowest validation loss, of an infill model's own.
         best_loss: Lowest validation loss, nats per character.
         best_perplexity: e^J there.
         best_bits_per_char: J / ln 2 there.
         last_loss: Last validation loss.
         last_perplexity: e^J there.
         last_bits_per_char: J / ln 2 there.
+        best_infill_loss: Lowest validation loss of an infill model, nats per masked character.
+        last_infill_loss: Last one.
         parameters: Number of weights.
         characters: Characters trained on.
         seconds: Seconds spent in training steps.
@@ -49,6 +52,7 @@ class Row:
     path: str
     state: str
     step: int
+    infill: bool
     best_step: int | None
     best_loss: float | None
     best_perplexity: float | None
@@ -56,6 +60,8 @@ class Row:
     last_loss: float | None
     last_perplexity: float | None
     last_bits_per_char: float | None
+    best_infill_loss: float | None
+    last_infill_loss: float | None
     parameters: int | None
     characters: int | None
     seconds: float | None
@@ -67,7 +73,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several runs, the lowest validation loss first, runs without validation last.
+    """Several runs, the lowest validation loss first; then infill models, by their own; runs without validation last.
 
     Attributes:
         rows: One a run.
@@ -90,16 +96,25 @@ class Comparison:
     def tables(self, width: int = 80) -> list["Table"]:
         """For a terminal: results, cost and gradients, and the options that differ; one row a run in each.
 
+        Infill models have a table of results of their own.
+
         Args:
             width: Columns of the terminal; options that do not fit beside each other go to a further table.
         """
+        language, infill = [row for row in self.rows if not row.infill], [row for row in self.rows if row.infill]
         results = [
-            ("state", [row.state for row in self.rows]),
-            ("best", [_number(row.best_loss, ".4f") for row in self.rows]),
-            ("perplexity", [_number(row.best_perplexity, ".3f") for row in self.rows]),
-            ("bits/char", [_number(row.best_bits_per_char, ".3f") for row in self.rows]),
-            ("at step", [_number(row.best_step, ",") for row in self.rows]),
-            ("last", [_number(row.last_loss, ".4f") for row in self.rows]),
+            ("state", [row.state for row in language]),
+            ("best", [_number(row.best_loss, ".4f") for row in language]),
+            ("perplexity", [_number(row.best_perplexity, ".3f") for row in language]),
+            ("bits/char", [_number(row.best_bits_per_char, ".3f") for row in language]),
+            ("at step", [_number(row.best_step, ",") for row in language]),
+            ("last", [_number(row.last_loss, ".4f") for row in language]),
+        ]
+        restored = [
+            ("state", [row.state for row in infill]),
+            ("best", [_number(row.best_infill_loss, ".4f") for row in infill]),
+            ("at step", [_number(row.best_step, ",") for row in infill]),
+            ("last", [_number(row.last_infill_loss, ".4f") for row in infill]),
         ]
         cost = [
             ("parameters", [_short(row.parameters) for row in self.rows]),
@@ -111,43 +126,11 @@ class Comparison:
         ]
         options = [(key, [_option(value) for value in values]) for key, values in self.differences.items()]
         return [
-            *self._tables("Validation loss (nats per character)", results, width, "right"),
-            *self._tables("Cost and gradients", cost, width, "right"),
-            *self._tables("Options that differ", options, width, "left"),
+            *_tables("Validation loss (nats per character)", language, results, width, "right"),
+            *_tables("Infill loss (nats per masked character)", infill, restored, width, "right"),
+            *_tables("Cost and gradients", self.rows, cost, width, "right"),
+            *_tables("Options that differ", self.rows, options, width, "left"),
         ]
-
-    def _tables(
-        self, title: str, columns: list[tuple[str, list[str]]], width: int, justify: Literal["left", "right"]
-    ) -> list["Table"]:
-        """As many tables as the columns need; only a text longer than the terminal is wrapped."""
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
-        names = [row.name for row in self.rows]
-        name_width = min(max(map(len, ["run", *names])), max(20, width // 4))
-        groups: list[list[tuple[str, list[str], int]]] = []
-        left = 0
-        for header, values in columns:
-            # An option's name breaks between its words rather than make its column wider than its values.
-            heading = header.replace(".", ".\n").replace("_", "_\n")
-            needed = min(max(len(text) for text in [*heading.split("\n"), *values]), width - name_width - _GAP)
-            if needed + _GAP > left:
-                groups.append([])
-                left = width - name_width
-            left -= needed + _GAP
-            groups[-1].append((heading, values, needed))
-        tables: list[Table] = []
-        for group in groups:
-            table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-            table.title, table.title_justify = title if not tables else f"{title}, continued", "left"
-            table.add_column("run", width=name_width, overflow="fold")
-            for heading, _, needed in group:
-                table.add_column(heading, justify=justify, width=needed, overflow="fold")
-            for number, name in enumerate(names):
-                table.add_row(Text(name), *(Text(values[number]) for _, values, _ in group))
-            tables.append(table)
-        return tables
 
 
 def compare(paths: Sequence[Path | str]) -> Comparison:
@@ -162,7 +145,7 @@ def compare(paths: Sequence[Path | str]) -> Comparison:
     unique = {Path(path).resolve(): Path(path) for path in paths}
     histories = [History(path) for path in unique.values()]
     pairs = [(_row(history), history) for history in histories]
-    pairs.sort(key=lambda pair: (pair[0].best_loss is None, pair[0].best_loss or 0.0, pair[0].name))
+    pairs.sort(key=lambda pair: _rank(pair[0]))
     configs = [_flatten(history.config) for _, history in pairs]
     keys = [key for key in dict.fromkeys(key for config in configs for key in config) if key != "name"]
     differences = {key: tuple(config.get(key) for config in configs) for key in keys}
@@ -172,16 +155,67 @@ def compare(paths: Sequence[Path | str]) -> Comparison:
     )
 
 
+def _tables(
+    title: str,
+    rows: Sequence[Row],
+    columns: list[tuple[str, list[str]]],
+    width: int,
+    justify: Literal["left", "right"],
+) -> list["Table"]:
+    """As many tables as the columns need, none without rows; only a text longer than the terminal is wrapped."""
+    if not rows:
+        return []
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    names = [row.name for row in rows]
+    name_width = min(max(map(len, ["run", *names])), max(20, width // 4))
+    groups: list[list[tuple[str, list[str], int]]] = []
+    left = 0
+    for header, values in columns:
+        # An option's name breaks between its words rather than make its column wider than its values.
+        heading = header.replace(".", ".\n").replace("_", "_\n")
+        needed = min(max(len(text) for text in [*heading.split("\n"), *values]), width - name_width - _GAP)
+        if needed + _GAP > left:
+            groups.append([])
+            left = width - name_width
+        left -= needed + _GAP
+        groups[-1].append((heading, values, needed))
+    tables: list[Table] = []
+    for group in groups:
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        table.title, table.title_justify = title if not tables else f"{title}, continued", "left"
+        table.add_column("run", width=name_width, overflow="fold")
+        for heading, _, needed in group:
+            table.add_column(heading, justify=justify, width=needed, overflow="fold")
+        for number, name in enumerate(names):
+            table.add_row(Text(name), *(Text(values[number]) for _, values, _ in group))
+        tables.append(table)
+    return tables
+
+
+def _rank(row: Row) -> tuple[int, float, str]:
+    """Figures of one kind beside each other only."""
+    if row.best_loss is not None:
+        return 0, row.best_loss, row.name
+    return (2, 0.0, row.name) if row.best_infill_loss is None else (1, row.best_infill_loss, row.name)
+
+
 def _row(history: History) -> Row:
     metrics = history.metrics
     last: Record = metrics[-1] if metrics else {}
     summary = history.summary
     if summary.get("steps", 0) < last.get("step", 0):
         summary = {"parameters": summary.get("parameters")}  # written earlier; the run went on
-    validated = [line for line in metrics if _finite(line.get("val/loss")) is not None]
-    best = summary.get("best") or min(validated, key=lambda line: line["val/loss"], default={})
+    model = history.config.get("model")
+    infill = isinstance(model, dict) and model.get("kind") == "infill"
+    figure = "val/infill_loss" if infill else "val/loss"
+    validated = [line for line in metrics if _finite(line.get(figure)) is not None]
+    best = summary.get("best") or min(validated, key=lambda line: line[figure], default={})
     final = summary.get("last") or (validated[-1] if validated else {})
-    best_loss, last_loss = _finite(best.get("val/loss")), _finite(final.get("val/loss"))
+    lowest, latest = _finite(best.get(figure)), _finite(final.get(figure))
+    best_loss, last_loss = (None, None) if infill else (lowest, latest)
     step = max(int(summary.get("steps", 0)), int(last.get("step", 0)))
     characters = summary.get("characters", last.get("characters"))
     seconds = summary.get("seconds", last.get("seconds"))
@@ -191,13 +225,16 @@ def _row(history: History) -> Row:
         path=str(history.path),
         state=summary["state"] if summary.get("state") in ENDED else UNFINISHED,
         step=step,
-        best_step=best.get("step") if best_loss is not None else None,
+        infill=infill,
+        best_step=best.get("step") if lowest is not None else None,
         best_loss=best_loss,
         best_perplexity=_perplexity(best_loss),
         best_bits_per_char=_bits(best_loss),
         last_loss=last_loss,
         last_perplexity=_perplexity(last_loss),
         last_bits_per_char=_bits(last_loss),
+        best_infill_loss=lowest if infill else None,
+        last_infill_loss=latest if infill else None,
         parameters=summary.get("parameters"),
         characters=characters,
         seconds=seconds,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lmapp.errors import LmappError, UsageError
-from lmapp.models.recurrent import RecurrentModel, States
+from lmapp.models import LanguageNetwork
+from lmapp.models.recurrent import States
 from lmapp.vocabulary import UnknownCharacterError, Vocabulary, describe
 
 ROWS = 256
@@ -93,7 +94,7 @@ def encode_text(vocabulary: Vocabulary, text: str, what: str) -> list[int]:
 
 
 def read_prompt(
-    model: RecurrentModel, vocabulary: Vocabulary, ids: Sequence[int], samples: int
+    model: LanguageNetwork, vocabulary: Vocabulary, ids: Sequence[int], samples: int
 ) -> tuple[Tensor, States]:
     """Logits (S, V) of the first new symbol and the states after the prompt, for S equal rows.
 
@@ -147,7 +148,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def generate(
-    model: RecurrentModel,
+    model: LanguageNetwork,
     vocabulary: Vocabulary,
     *,
     prompt: str = "",
@@ -177,7 +178,7 @@ def generate(
 
 
 def generate_samples(
-    model: RecurrentModel,
+    model: LanguageNetwork,
     vocabulary: Vocabulary,
     *,
     samples: int,
@@ -201,7 +202,7 @@ def generate_samples(
 
 
 def _generate(
-    model: RecurrentModel,
+    model: LanguageNetwork,
     vocabulary: Vocabulary,
     prompt: str,
     length: int,
@@ -223,7 +224,7 @@ def _generate(
 
 @torch.inference_mode()
 def _write(
-    model: RecurrentModel,
+    model: LanguageNetwork,
     vocabulary: Vocabulary,
     ids: Sequence[int],
     writers: Sequence[_Writer],

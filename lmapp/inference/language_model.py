@@ -1,36 +1,23 @@
-"""A checkpoint as something to write, score and evaluate with."""
+"""A checkpoint of a left-to-right model as something to write, score and evaluate with."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from lmapp import checkpoint
-from lmapp.config import Config, DataConfig, build
-from lmapp.data import corpora, encoded, sources
 from lmapp.errors import LmappError, UsageError
 from lmapp.inference import generation
 from lmapp.inference.generation import Sampling
+from lmapp.inference.trained import Trained
+from lmapp.models import LanguageNetwork
 from lmapp.models.evaluation import Score, evaluate, evaluate_cold
-from lmapp.models.recurrent import RecurrentModel
 from lmapp.units import perplexity
-from lmapp.vocabulary import Vocabulary
-
-
-class Text(NamedTuple):
-    """A text as a model reads it: ids (N,), what it is called, and the fingerprint of its files."""
-
-    ids: np.ndarray
-    name: str
-    fingerprint: str | None
 
 
 @dataclass(frozen=True)
@@ -53,30 +40,10 @@ class TextScore:
         return perplexity(-self.log_probability / (len(self.text) - 1))
 
 
-class LanguageModel:
-    """A trained model with its vocabulary and configuration.
+class LanguageModel(Trained):
+    """A trained model that predicts each character from those before it."""
 
-    Args:
-        model: in evaluation mode, fp32.
-        vocabulary: its alphabet.
-        config: of the run that trained it.
-        saved: the checkpoint's `lmapp` entry.
-        path: of the checkpoint.
-    """
-
-    def __init__(
-        self, model: RecurrentModel, vocabulary: Vocabulary, config: Config, saved: dict[str, Any], path: Path
-    ) -> None:
-        self.model = model
-        self.vocabulary = vocabulary
-        self.config = config
-        self.saved = saved
-        self.path = path
-
-    @property
-    def step(self) -> int:
-        """The training step of the checkpoint."""
-        return self.saved["progress"]["step"]
+    model: LanguageNetwork
 
     def generate(
         self,
@@ -174,57 +141,18 @@ class LanguageModel:
         starts, sizes = self.vocabulary.starts_character, self.vocabulary.symbol_bytes
         carried = evaluate(self.model, text.ids, starts, sizes, batch_size=self.config.data.batch_size)
         cold = evaluate_cold(self.model, text.ids, starts, sizes)
-        return Evaluation(text.name, carried, cold, self._overlap(corpus, text.fingerprint))
+        return Evaluation(text.name, carried, cold, self.overlap(corpus, text.fingerprint))
 
-    def text(
-        self,
-        paths: Sequence[str] = (),
-        *,
-        corpus: str | None = None,
-        split: str = "validation",
-        cache_dir: str | None = None,
-    ) -> Text:
-        """A text in this model's alphabet; arguments and errors as in `evaluate`.
+    def infill(self, text: str, mask: str = "_") -> NoReturn:
+        """What an infill model does.
 
-        The run's own splits are found in the cache even when the corpus is gone.
+        Raises:
+            UsageError: always.
         """
-        data = self.config.data
-        if not paths and not corpus:
-            cache = Path(cache_dir or data.cache_dir)
-            saved = self.saved["corpus"]
-            if split not in encoded.SPLITS:
-                raise UsageError(f"--split is one of {', '.join(encoded.SPLITS)}, not {split!r}.")
-            # The key is the name of a directory; a stranger's may be anything.
-            key = saved["key"] if re.fullmatch("[0-9a-f]+", str(saved["key"])) else "none"
-            kept = encoded.load(cache / "encoded" / key, saved["fingerprint"])
-            if kept is None or kept.vocabulary != self.vocabulary:
-                raise LmappError(
-                    f"The text this model was trained on is no longer in {cache}.\nName a text: --data.path FILE."
-                )
-            return Text(getattr(kept, split), f"the run's {split} split", None)
-        if paths and corpus:
-            raise UsageError("--data.path and --data.corpus exclude each other here: score one text at a time.")
-        # Not where the checkpoint says: it may be a stranger's, and this writes.
-        cache = Path(cache_dir or DataConfig().cache_dir)
-        files = sources.resolve(paths) if paths else [corpora.fetch(str(corpus), cache)]
-        text = encoded.encode(
-            files,
-            cache_dir=cache,
-            encoding=data.encoding,
-            separator=data.separator,
-            column=data.column,
-            val_fraction=0.0,
-            vocabulary=self.vocabulary,
+        raise UsageError(
+            f"{self.path} reads from left to right: it does not know what follows a masked character.\n"
+            "Train a model that reads both ways: lmapp train --model.kind infill"
         )
-        return Text(text.train, ", ".join(paths) if paths else f"corpus {corpus}", text.fingerprint)
-
-    def _overlap(self, corpus: str | None, fingerprint: str | None) -> str | None:
-        own = None if self.config.data.path else self.config.data.corpus
-        if (own and corpus == own) or fingerprint == self.saved["corpus"]["fingerprint"]:
-            return "the model was trained on most of this text: this figure is too good."
-        if own and corpus and corpora.overlaps(own, corpus):
-            return f"{corpus} and {own}, which the model was trained on, share text: this figure is too good."
-        return None
 
 
 @dataclass(frozen=True)
@@ -254,26 +182,3 @@ def _figures(score: Score) -> dict[str, float]:
         "bits_per_char": score.bits_per_char,
         "bits_per_byte": score.bits_per_byte,
     }
-
-
-def load(path: str | Path, *, runs_dir: str | Path = "runs", device: str = "cpu") -> LanguageModel:
-    """A checkpoint, ready to use: a file, a run's directory or a run's name.
-
-    Nothing else is needed, neither corpus nor cache, and opening a stranger's file runs nothing.
-
-    Raises:
-        UsageError: there is no such checkpoint.
-        CheckpointError: it is damaged or not lmapp's.
-    """
-    file = checkpoint.resolve(str(path), runs_dir)
-    content = checkpoint.read(file)
-    saved = content["lmapp"]
-    try:
-        config = build(saved["config"])
-        vocabulary = Vocabulary.from_json(saved["vocabulary"])
-        model = RecurrentModel(len(vocabulary), **asdict(config.model))
-        model.load_state_dict({k.removeprefix("model."): v for k, v in content["state_dict"].items()})
-    except (KeyError, TypeError, AttributeError, RuntimeError, UsageError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise checkpoint.CheckpointError(f"{file} is no complete checkpoint of lmapp: {reason.rstrip('.')}.") from None
-    return LanguageModel(model.to(device).eval(), vocabulary, config, saved, file)

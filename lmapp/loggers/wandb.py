@@ -121,7 +121,7 @@ def open_run(
     run.define_metric(STEP)
     for axis in ("train", "gradient", "decay", "spectrum"):
         run.define_metric(f"{axis}/*", step_metric=STEP)
-    for figure in ("loss", "perplexity", "bits_per_char", "bits_per_byte"):
+    for figure in ("loss", "perplexity", "bits_per_char", "bits_per_byte", "infill_loss"):
         run.define_metric(f"val/{figure}", step_metric=STEP, summary="min,last")
     return run
 

@@ -1,5 +1,36 @@
-"""Cells put together over an alphabet, and the one function that every evaluation figure comes from."""
+"""Networks over an alphabet, put together from cells, and the functions that every evaluation figure comes from."""
 
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from lmapp.config import ModelConfig
+from lmapp.models.infill import InfillModel
 from lmapp.models.recurrent import LayerGradients, RecurrentModel, detach
+from lmapp.models.window import WindowModel
 
-__all__ = ["LayerGradients", "RecurrentModel", "detach"]
+__all__ = [
+    "InfillModel",
+    "LanguageNetwork",
+    "LayerGradients",
+    "Network",
+    "RecurrentModel",
+    "WindowModel",
+    "detach",
+    "make_model",
+]
+
+LanguageNetwork: TypeAlias = RecurrentModel | WindowModel
+"""What predicts the next character from those before it: `initial_state`, `forward`, `step`."""
+Network: TypeAlias = LanguageNetwork | InfillModel
+
+
+def make_model(vocabulary_size: int, config: ModelConfig) -> Network:
+    """The network that a configuration describes, over an alphabet of `vocabulary_size` symbols, freshly drawn.
+
+    Raises:
+        UsageError: its options do not go together.
+    """
+    kinds: dict[str, Any] = {"recurrent": RecurrentModel, "window": WindowModel, "infill": InfillModel}
+    kind = kinds[config.kind]
+    return kind(vocabulary_size, **{name: getattr(config, name) for name in kind.options})

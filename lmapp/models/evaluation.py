@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmapp.errors import LmappError
+from lmapp.models.infill import InfillModel, choose_masked
 from lmapp.units import perplexity
 
 
@@ -71,7 +72,8 @@ def evaluate(
     first reads the `warm_up` ids before it, unscored; row 0 starts cold. So the loss hardly depends on batch_size.
 
     Args:
-        model: a `RecurrentModel`, or whatever has its `initial_state`, `forward`, `train` and `training`.
+        model: a `RecurrentModel`, a `WindowModel`, or whatever has their `initial_state`, `forward`, `train` and
+            `training`.
         ids: (N,) integers.
         starts_character: (V,) bool, false for symbols that continue a character.
         symbol_bytes: (V,) UTF-8 bytes of each symbol.
@@ -89,8 +91,8 @@ def evaluate(
     shares = np.full(rows, (count - 1) // rows)
     shares[: (count - 1) % rows] += 1
     firsts = np.concatenate(([0], np.cumsum(shares)[:-1]))  # each row's first input
-    tally = _Tally(model, starts_character, symbol_bytes)
-    with _evaluating(model):
+    tally = _Tally(model.initial_state(1)[0][0].device, starts_character, symbol_bytes)
+    with evaluating(model):
         states = model.initial_state(rows)
         if rows > 1 and warm_up:
             warm = model.initial_state(rows - 1)
@@ -126,26 +128,72 @@ def evaluate_cold(
     """
     ids = _checked(ids)
     count = len(ids) - 1
-    tally = _Tally(model, starts_character, symbol_bytes)
-    whole = count // window * window
-    groups = [
-        np.arange(start, min(start + batch_size * window, whole)).reshape(-1, window)
-        for start in range(0, whole, batch_size * window)
-    ]
-    if whole < count:
-        groups.append(np.arange(whole, count)[None])
-    with _evaluating(model):
-        for inputs in groups:
+    tally = _Tally(model.initial_state(1)[0][0].device, starts_character, symbol_bytes)
+    with evaluating(model):
+        for inputs in _windows(count, window, batch_size):
             logits, _ = model(tally.tensor(ids[inputs]), model.initial_state(len(inputs)))
             tally.add(logits, ids[inputs + 1], np.ones(inputs.shape, dtype=bool))
     return tally.score()
 
 
+def evaluate_infill(
+    model: InfillModel,
+    ids: Tensor | np.ndarray,
+    starts_character: np.ndarray,
+    symbol_bytes: np.ndarray,
+    *,
+    mask_fraction: float,
+    window: int,
+    batch_size: int = 64,
+    seed: int = 0,
+) -> Score:
+    """Restore masked characters of a text and score each of them, once.
+
+    The mask is drawn over the whole text, so it depends on nothing but text, share and seed. The text is read in
+    separate windows of `window` ids, a shorter last one among them, as in training. The score's characters and bytes
+    are those masked: its loss is no language model's, and e to it no perplexity to compare with one.
+
+    Args:
+        model: an `InfillModel`.
+        ids: (N,) integers.
+        starts_character: (V,) bool, false for symbols that continue a character.
+        symbol_bytes: (V,) UTF-8 bytes of each symbol.
+        mask_fraction: share of the characters to restore.
+        window: ids read at a time.
+        batch_size: windows read at once; they do not depend on each other.
+        seed: of the mask.
+
+    Raises:
+        LmappError: there is no text.
+    """
+    ids = ids.cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
+    if len(ids) == 0:
+        raise LmappError("Nothing to restore: the text is empty.")
+    whole = torch.from_numpy(ids.astype(np.int64))[None]
+    generator = torch.Generator().manual_seed(seed)
+    masked = choose_masked(whole, torch.from_numpy(np.asarray(starts_character)), mask_fraction, generator)[0].numpy()
+    tally = _Tally(model.head.weight.device, starts_character, symbol_bytes)
+    with evaluating(model):
+        for places in _windows(len(ids), window, batch_size):
+            inputs = np.where(masked[places], model.mask_symbol, ids[places].astype(np.int64))
+            tally.add(model(tally.tensor(inputs)), ids[places], masked[places])
+    return tally.score()
+
+
+def _windows(count: int, window: int, batch_size: int) -> Iterator[np.ndarray]:
+    """The places 0..count−1 as windows, batch_size of them at a time, (B, window); then what is left, (1, rest)."""
+    whole = count // window * window
+    for start in range(0, whole, batch_size * window):
+        yield np.arange(start, min(start + batch_size * window, whole)).reshape(-1, window)
+    if whole < count:
+        yield np.arange(whole, count)[None]
+
+
 class _Tally:
     """Sums of losses, characters and bytes over scored targets."""
 
-    def __init__(self, model: Any, starts_character: np.ndarray, symbol_bytes: np.ndarray) -> None:
-        self.device = model.initial_state(1)[0][0].device
+    def __init__(self, device: torch.device, starts_character: np.ndarray, symbol_bytes: np.ndarray) -> None:
+        self.device = device
         self.starts_character = np.asarray(starts_character)
         self.symbol_bytes = np.asarray(symbol_bytes)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -176,7 +224,7 @@ def _checked(ids: Tensor | np.ndarray) -> np.ndarray:
 
 
 @contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
+def evaluating(model: Any) -> Iterator[None]:
     """No graph and no dropout; the model's mode is restored whatever happens."""
     training = model.training
     model.eval()

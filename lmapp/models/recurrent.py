@@ -5,6 +5,8 @@ Shapes: B batch, T time, D input, H hidden, G gate_size, V vocabulary, L layers;
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lmapp import cells
-from lmapp.cells.protocol import Cell, State, linear, map_state
-from lmapp.cells.vanilla import Vanilla
+from lmapp.cells.products import linear
+from lmapp.cells.protocol import Cell, State, map_state
+from lmapp.errors import UsageError
 
 States = tuple[State, ...]
 
@@ -23,6 +26,7 @@ class LayerGradients(NamedTuple):
 
     entering: State
     outputs: Tensor
+    readout: Tensor | None
 
 
 def detach(states: States) -> States:
@@ -54,40 +58,171 @@ class _Gather(torch.autograd.Function):
         return total, None, None
 
 
+def _pull(read: Tensor, outputs: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
+    """From the gradient of what was read to those of the outputs it was made of; None for the others."""
+    return list(torch.autograd.grad(read, outputs, gradient, retain_graph=True, allow_unused=True))
+
+
+def make_layers(
+    kinds: Sequence[type[Cell]],
+    width: int,
+    hidden_size: int,
+    vocabulary_size: int,
+    *,
+    options: Mapping[str, Any],
+    dense: bool = False,
+    both_ways: bool = False,
+) -> list[Cell]:
+    """One cell a layer, from the bottom up, each with those of the options that it takes.
+
+    With `dense` a layer reads the outputs of all layers below it, with `both_ways` those of the layer below it and of
+    that one's twin, which reads the text from its end.
+
+    Raises:
+        UsageError: a cell whose outputs are the logits is not the top one, or no cell takes the activation.
+    """
+    layers: list[Cell] = []
+    for index, kind in enumerate(kinds):
+        if kind.reads_out and index < len(kinds) - 1:
+            raise UsageError(
+                f"--model.cell: the outputs of {kind.__name__} are the logits, so it can only be the top layer."
+            )
+        taken = {name: value for name, value in options.items() if name in kind.options}
+        if kind.reads_out:
+            taken["output_size"] = vocabulary_size
+        layers.append(kind(width, hidden_size, **taken))
+        width = (width if dense else 0) + layers[-1].output_size * (2 if both_ways else 1)
+    if options["activation"] != "tanh" and not any("activation" in kind.options for kind in kinds):
+        names = dict.fromkeys(kind.__name__ for kind in kinds)
+        raise UsageError(f"--model.activation is an option of the vanilla cell; --model.cell is {', '.join(names)}.")
+    return layers
+
+
+def reset_layers(
+    layers: Sequence[Cell], init: str, fan_in: float | None, forget_bias: float | None, chrono: float | None
+) -> None:
+    """Draw every layer's parameters anew.
+
+    Args:
+        layers: from the bottom up.
+        init: as `RecurrentModel` has it.
+        fan_in: the squared length of the lowest layer's inputs, if it is not their number.
+        forget_bias: for the cells that have a gate which keeps the state, `chrono` likewise.
+        chrono: T_max.
+
+    Raises:
+        UsageError: a bias is to be set and no cell has such a gate.
+    """
+    for index, layer in enumerate(layers):
+        layer.reset_parameters(init, fan_in if index == 0 else None)
+    if forget_bias is None and chrono is None:
+        return
+    for layer in [layer for layer in layers if layer.remembers] or layers:
+        layer.set_memory_bias(forget_bias, chrono)
+
+
 class RecurrentModel(nn.Module):
-    """Characters to logits of the next character, through L recurrent layers of one kind.
+    """Characters to logits of the next character, through L recurrent layers.
 
     `compute_dtype` (float32 by default, bfloat16 for mixed precision) is that of the products and of what is kept for
     the backward pass; states, logits and parameters stay in fp32. A model moved to float64 computes in float64.
+
+    Args:
+        vocabulary_size: V.
+        cell: the cell of every layer, or one name a layer.
+        hidden_size: H.
+        num_layers: L, if one cell is named; by default 1.
+        embedding_size: 0 for one-hot inputs.
+        activation: of the vanilla cells.
+        bias: whether cells and readout have biases.
+        connections: "plain"; "residual": a layer's input is added to its output where both have one width (He et al.
+            2016); "dense": each layer reads the embedding and all lower outputs, the readout all outputs (Graves 2013).
+        dropout: of each layer's output, one mask for the window (Gal & Ghahramani 2016, arXiv:1512.05287).
+        weight_drop: of each recurrent matrix, one mask for the window (Merity et al. 2018, arXiv:1708.02182).
+        zoneout: chance of a state's entry to keep its old value at a step; in evaluation the share of it that stays.
+        tie_embeddings: the readout's matrix is the embedding's (Press & Wolf 2017, arXiv:1608.05859).
+        init: "orthogonal", "identity" or "torch".
+        forget_bias: initial bias of the gates that keep the state.
+        chrono: T_max of chrono initialisation.
+
+    Raises:
+        UsageError: the options do not go together.
     """
+
+    options = (
+        "cell",
+        "hidden_size",
+        "num_layers",
+        "embedding_size",
+        "activation",
+        "bias",
+        "connections",
+        "dropout",
+        "weight_drop",
+        "zoneout",
+        "tie_embeddings",
+        "init",
+        "forget_bias",
+        "chrono",
+    )
 
     def __init__(
         self,
         vocabulary_size: int,
         *,
-        cell: str,
+        cell: str | Sequence[str],
         hidden_size: int,
-        num_layers: int,
+        num_layers: int | None = None,
         embedding_size: int = 0,
         activation: str = "tanh",
+        bias: bool = True,
+        connections: str = "plain",
         dropout: float = 0.0,
+        weight_drop: float = 0.0,
+        zoneout: float = 0.0,
+        tie_embeddings: bool = False,
         init: str = "orthogonal",
+        forget_bias: float | None = None,
+        chrono: float | None = None,
     ) -> None:
         super().__init__()
         self.vocabulary_size = vocabulary_size
+        self.connections = connections
         self.dropout = dropout
+        self.weight_drop = weight_drop
+        self.zoneout = zoneout
         self.compute_dtype = torch.float32
         self.embedding = nn.Embedding(vocabulary_size, embedding_size) if embedding_size else None
-        kind = cells.find(cell)
-        options = {"activation": activation} if issubclass(kind, Vanilla) else {}
-        self.layers = nn.ModuleList()
-        width = embedding_size or vocabulary_size
-        for index in range(num_layers):
-            layer = kind(width, hidden_size, **options)
-            layer.reset_parameters(init, 1 if index == 0 and self.embedding is None else None)
-            self.layers.append(layer)
-            width = layer.output_size
-        self.head = nn.Linear(width, vocabulary_size)
+        names = [cell] if isinstance(cell, str) else list(cell)
+        kinds = [cells.find(name) for name in (names * (num_layers or 1) if len(names) == 1 else names)]
+        self.layers = nn.ModuleList(
+            make_layers(
+                kinds,
+                embedding_size or vocabulary_size,
+                hidden_size,
+                vocabulary_size,
+                dense=connections == "dense",
+                options={"activation": activation, "bias": bias},
+            )
+        )
+        # What one-hot inputs, and those of a tied embedding, lack in length, the first layer's weights make up for.
+        fan_in = 1.0 if self.embedding is None else (1 / 3 if tie_embeddings else None)
+        reset_layers(self._cells(), init, fan_in, forget_bias, chrono)
+        widths = [layer.output_size for layer in self._cells()]
+        width = sum(widths) if connections == "dense" else widths[-1]
+        self.head = None if kinds[-1].reads_out else nn.Linear(width, vocabulary_size, bias=bias)
+        if tie_embeddings:
+            self._tie(width)
+        if weight_drop and not any(layer.recurrent_weight for layer in self._cells()):
+            raise UsageError(f"--model.weight-drop acts on recurrent matrices; {', '.join(names)} has none.")
+
+    def _tie(self, width: int) -> None:
+        if self.head is None or self.embedding is None or self.embedding.embedding_dim != width:
+            raise UsageError(
+                "--model.tie-embeddings makes one matrix of embedding and readout, so --model.embedding-size\n"
+                f"has to be what the readout reads: {width} here (and the top cell has to have a readout)."
+            )
+        self.embedding.weight = self.head.weight
 
     def initial_state(self, batch_size: int) -> States:
         """One zero state a layer."""
@@ -104,37 +239,52 @@ class RecurrentModel(nn.Module):
             keep: (B, T), multiplies the states entering step t (0: a new document starts there).
             credit: (B, T), multiplies only the gradient of those states.
         """
-        dtype = self._dtype()
+        dtype, times = self._dtype(), tokens.t()
         keep = None if keep is None else keep.t()
         credit = None if credit is None else credit.t()
-        x = tokens
-        after = []
-        for index, (layer, state) in enumerate(zip(self._cells(), states, strict=True)):
-            if index == 0 and self._by_table(tokens.numel(), keep is not None or credit is not None):
-                x, state = layer.scan(_Gather.apply(self._table(), tokens.t(), dtype), state, keep, credit)
-            else:
-                x, state = layer(x if index else self._embed(tokens.t(), dtype), state, keep, credit)
-            if self.training and self.dropout:
-                # One mask for the whole window (Gal & Ghahramani 2016).
-                x = x * F.dropout(x.new_ones(x.shape[1:]), self.dropout)
+        masked = keep is not None or credit is not None or self.zoneout > 0
+        by_table = self._by_table(tokens.numel(), masked)
+        stack = self._stack(times, dtype, needed=not by_table)
+        after: list[State] = []
+        for layer, state in zip(self._cells(), states, strict=True):
+            zoneout = self._zoneout(layer, times.shape, state)
+            with self._weight_drop(layer):
+                if by_table and not after:
+                    gates = _Gather.apply(self._table(), times, dtype)
+                    y, state = layer.scan(gates, state, keep, credit, zoneout)
+                else:
+                    y, state = layer(stack.read(), state, keep, credit, zoneout)
+            if self.training and self.dropout and not layer.reads_out:
+                # One mask for the whole window.
+                y = y * F.dropout(y.new_ones(y.shape[1:]), self.dropout)
+            stack.add(y)
             after.append(state)
-        logits = linear(x, self.head.weight, self.head.bias)
-        return logits.transpose(0, 1).to(self.head.weight.dtype), tuple(after)
+        logits = self._read_out(stack)
+        return logits.transpose(0, 1).to(self._wide()), tuple(after)
 
     def step(self, token: Tensor, states: States) -> tuple[Tensor, States]:
-        """One token a row, (B,), to logits (B, V) and the states after it; fp32 (float64), without dropout."""
-        x = self._embed(token, self.head.weight.dtype)
+        """One token a row, (B,), to logits (B, V) and the states after it; fp32 (float64), as in evaluation."""
+        stack = self._stack(token, self._wide())
         after = []
         for layer, state in zip(self._cells(), states, strict=True):
-            x, state = layer.step(layer.project(x), state)
-            after.append(state)
-        return self.head(x), tuple(after)
+            y, new = layer.step(layer.project(stack.read()), state)
+            if self.zoneout:
+                y, new = layer.zone(y, state, new, map_state(lambda s: torch.full_like(s, self.zoneout), state))
+            stack.add(y)
+            after.append(new)
+        return self._read_out(stack), tuple(after)
 
-    def kernels(self, batch_size: int, sequence_length: int) -> list[str]:
-        """The kernel that each layer runs on (B, T) tokens without masks: "scan", "table+scan" or "torch"."""
-        device = self.head.weight.device.type
-        names = [layer.kernel(device, self._dtype(), False) for layer in self._cells()]
-        if self._by_table(batch_size * sequence_length, False):
+    def kernels(self, batch_size: int, sequence_length: int, masks: bool = False) -> list[str]:
+        """The kernel that each layer runs on (B, T) tokens: "scan", "table+scan" or "torch".
+
+        Args:
+            batch_size: B.
+            sequence_length: T.
+            masks: whether keep or credit is given.
+        """
+        device, masked = self._device(), masks or self.zoneout > 0
+        names = [layer.kernel(device, self._dtype(), masked) for layer in self._cells()]
+        if self._by_table(batch_size * sequence_length, masked):
             names[0] = "table+scan"
         return names
 
@@ -155,36 +305,64 @@ class RecurrentModel(nn.Module):
         Returns:
             One LayerGradients a layer: `entering`, a State of (T+1, R, H) whose entry t is ∂J/∂(state entering step t)
             along that layer's recurrence and all above it (entry T zero); `outputs` (T, R, output_size),
-            ∂J/∂(the layer's output at t), all ways up included. fp32 (float64), no dropout, no parameter's gradient
-            is touched.
+            ∂J/∂(the layer's output at t), all ways up included; `readout`, the part of it that the readout takes from
+            that layer directly (None: nothing). fp32 (float64), as in evaluation, no parameter's gradient is touched.
         """
-        batch, steps = tokens.shape
-        count = len(end_points)
-        x = self._embed(tokens.t(), self.head.weight.dtype)
-        inputs, gates = [], []
+        rows = tokens.shape[0] * len(end_points)
+        stack = self._stack(tokens.t(), self._wide())
+        inputs, gates, zoneouts = [], [], []
         for layer, state in zip(self._cells(), states, strict=True):
-            inputs.append(x)
-            gates.append(layer.project(x))
-            x, _ = layer.scan(gates[-1], state)
-        probabilities = self.head(x[end_points]).transpose(0, 1).softmax(-1)  # (B, m, V)
-        error = probabilities - F.one_hot(targets, self.vocabulary_size)
-        outputs = x.new_zeros(steps, batch, count, x.shape[-1])
-        outputs[end_points, :, torch.arange(count, device=x.device)] = (error @ self.head.weight).transpose(0, 1)
-        outputs = outputs.reshape(steps, batch * count, -1)
+            inputs.append(stack.read())
+            gates.append(layer.project(inputs[-1]))
+            zoneouts.append(None if not self.zoneout else self._mean_zoneout(tokens.t().shape, state))
+            stack.add(layer.scan(gates[-1], state, zoneout=zoneouts[-1])[0])
+        logits = self._read_out(stack)[end_points].transpose(0, 1)  # (B, m, V)
+        error = (logits.softmax(-1) - F.one_hot(targets, self.vocabulary_size)).to(logits.dtype)
+        error = error if self.head is None else error @ self.head.weight
+        upstream = error.new_zeros(tokens.shape[1], *error.shape)
+        upstream[end_points, :, torch.arange(len(end_points), device=error.device)] = error.transpose(0, 1)
+        upstream = upstream.reshape(tokens.shape[1], rows, -1)
+        # How the layers are connected is linear and acts on each row by itself, so zeros will do to differentiate it.
+        with torch.enable_grad():
+            zeros = inputs[0].new_zeros(*inputs[0].shape[:1], rows, inputs[0].shape[-1])
+            twin = _Stack(self.connections, zeros, self.embedding is None)
+            reads = []
+            for output in stack.outputs:
+                reads.append(twin.read())
+                twin.add(output.new_zeros(output.shape[0], rows, output.shape[-1], requires_grad=True))
+            readout = _pull(twin.outputs[-1] if self.head is None else twin.top(), twin.outputs, upstream)
+        outputs: list[Tensor | None] = list(readout)
         found: list[LayerGradients] = []
-        for index in reversed(range(len(self.layers))):
-            layer = self._cells()[index]
-            entering, gate_gradients = layer.state_gradients(gates[index], states[index], outputs)
-            found.append(LayerGradients(entering, outputs))
+        for index, layer in reversed(list(enumerate(self._cells()))):
+            given = outputs[index]
+            upstream = torch.zeros_like(twin.outputs[index]) if given is None else given
+            entering, gate_gradients = layer.state_gradients(gates[index], states[index], upstream, zoneouts[index])
+            found.append(LayerGradients(entering, upstream, readout[index]))
             if index:
-                outputs = layer.input_gradients(inputs[index], gate_gradients)
+                below = layer.input_gradients(inputs[index], gate_gradients)
+                for lower, gradient in enumerate(_pull(reads[index], twin.outputs[:index], below)):
+                    if gradient is not None:
+                        before = outputs[lower]
+                        outputs[lower] = gradient if before is None else before + gradient
         return tuple(reversed(found))
+
+    def _stack(self, tokens: Tensor, dtype: torch.dtype, needed: bool = True) -> _Stack:
+        """With the embedded tokens, where they are `needed` by the first layer or anything above reads them."""
+        above = self.connections == "dense" or (self.connections == "residual" and self.embedding is not None)
+        return _Stack(self.connections, self._embed(tokens, dtype) if needed or above else None, self.embedding is None)
 
     def _cells(self) -> list[Cell]:
         return list(self.layers)  # type: ignore[arg-type]
 
+    def _wide(self) -> torch.dtype:
+        """The parameters' dtype, in which logits are."""
+        return next(self.parameters()).dtype
+
+    def _device(self) -> str:
+        return next(self.parameters()).device.type
+
     def _dtype(self) -> torch.dtype:
-        return torch.float64 if self.head.weight.dtype == torch.float64 else self.compute_dtype
+        return torch.float64 if self._wide() == torch.float64 else self.compute_dtype
 
     def _embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """(…) to (…, D) in `dtype`."""
@@ -194,6 +372,10 @@ class RecurrentModel(nn.Module):
             return zeros.scatter_(-1, tokens.unsqueeze(-1), 1)
         return _Gather.apply(self.embedding.weight, tokens, dtype)
 
+    def _read_out(self, stack: _Stack) -> Tensor:
+        """Logits: of the readout, or what the top cell has put out."""
+        return stack.outputs[-1] if self.head is None else linear(stack.top(), self.head.weight, self.head.bias)
+
     def _table(self) -> Tensor:
         """The first layer's input gates for every symbol: (V, G)."""
         first = self._cells()[0]
@@ -201,5 +383,66 @@ class RecurrentModel(nn.Module):
 
     def _by_table(self, count: int, masks: bool) -> bool:
         """Whether the first layer gathers its gates for `count` tokens from the table."""
-        kernel = self._cells()[0].kernel(self.head.weight.device.type, self._dtype(), masks)
+        kernel = self._cells()[0].kernel(self._device(), self._dtype(), masks)
         return kernel == "scan" and (self.embedding is None or self.vocabulary_size < count)
+
+    def _zoneout(self, layer: Cell, times: Sequence[int], state: State) -> State | None:
+        """The window's masks, a State of (T, B, H), drawn anew; their mean in evaluation."""
+        if not self.zoneout:
+            return None
+        if not self.training:
+            return self._mean_zoneout(times, state)
+        return map_state(
+            lambda s: torch.empty(*times, s.shape[-1], dtype=s.dtype).bernoulli_(self.zoneout).to(s), state
+        )
+
+    def _mean_zoneout(self, times: Sequence[int], state: State) -> State:
+        return map_state(lambda s: s.new_full((1, 1, 1), self.zoneout).expand(*times, s.shape[-1]), state)
+
+    @contextmanager
+    def _weight_drop(self, layer: Cell) -> Iterator[None]:
+        """The layer with a part of its recurrent matrix left out."""
+        name = layer.recurrent_weight
+        if name is None or not self.weight_drop or not self.training:
+            yield
+            return
+        whole = layer._parameters[name]
+        assert whole is not None
+        layer._parameters[name] = F.dropout(whole, self.weight_drop)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            layer._parameters[name] = whole
+
+
+class _Stack:
+    """What each layer reads, and the readout, given the outputs so far, for one kind of connections.
+
+    Args:
+        connections: "plain", "residual" or "dense".
+        embedded: (…, D), the first layer's input, if anything reads it.
+        one_hot: whether that is no vector that an output could be added to.
+    """
+
+    def __init__(self, connections: str, embedded: Tensor | None, one_hot: bool) -> None:
+        self.dense, self.residual, self.one_hot = connections == "dense", connections == "residual", one_hot
+        self.outputs: list[Tensor] = []
+        self.x = embedded
+        self._all = [] if embedded is None else [embedded]
+
+    def read(self) -> Tensor:
+        """The next layer's input."""
+        assert self.x is not None
+        return torch.cat(self._all, -1) if self.dense else self.x
+
+    def add(self, output: Tensor) -> None:
+        """Take the next layer's output."""
+        self.outputs.append(output)
+        self._all.append(output)
+        below = None if self.one_hot and len(self.outputs) == 1 else self.x
+        self.x = below + output if self.residual and below is not None and below.shape == output.shape else output
+
+    def top(self) -> Tensor:
+        """What the readout reads."""
+        assert self.x is not None
+        return torch.cat(self.outputs, -1) if self.dense else self.x

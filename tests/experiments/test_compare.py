@@ -117,6 +117,50 @@ def test_best_validation_first_and_none_last(tmp_path):
     assert [row.name for row in compare(runs).rows] == ["better", "worse", "a-nan", "b-none"]
 
 
+def test_infill_models_are_never_ranked_with_the_others(tmp_path):
+    infill = "model: {kind: infill}\n"
+    restored = [line(step, **{"val/infill_loss": loss}) for step, loss in ((10, 0.7), (20, 0.5), (30, 0.6))]
+    summary = {"best": {"step": 8, "val/infill_loss": 0.9}, "last": {"step": 9, "val/infill_loss": 1.1}, "steps": 9}
+    runs = [
+        write_run(tmp_path / "new", infill, [line(5)]),
+        write_run(tmp_path / "summed", infill, [line(9)], {**summary, "state": "finished"}),
+        write_run(tmp_path / "restored", infill, restored),
+        write_run(tmp_path / "gru", metrics=[validated(5, 1.9)]),
+        write_run(tmp_path / "window", "model: {kind: window}\n", [validated(5, 1.8)]),
+    ]
+    comparison = compare(runs)
+    assert [row.name for row in comparison.rows] == ["window", "gru", "restored", "summed", "new"]
+    window, _, third, fourth, last = comparison.rows
+    assert (window.infill, window.best_loss, window.best_infill_loss, window.last_infill_loss) == (
+        False,
+        1.8,
+        None,
+        None,
+    )
+    for row, best, final, step in ((third, 0.5, 0.6, 20), (fourth, 0.9, 1.1, 8), (last, None, None, None)):
+        assert row.infill
+        assert (row.best_infill_loss, row.last_infill_loss, row.best_step) == (best, final, step)
+        assert (row.best_loss, row.best_perplexity, row.best_bits_per_char, row.last_perplexity) == (None,) * 4
+    document = comparison.as_dict()["runs"][2]
+    assert (document["infill"], document["best_infill_loss"], document["best_loss"]) == (True, 0.5, None)
+    text = rendered(comparison, 100)
+    language, rest = text.split("Infill loss (nats per masked character)")
+    restored_ones, cost = rest.split("Cost and gradients")
+    assert "1.8000" in language
+    assert "restored" not in language
+    assert "0.5000" in restored_ones
+    assert "perplexity" not in restored_ones
+    assert "gru" not in restored_ones
+    assert all(row.name in cost for row in comparison.rows)
+
+
+def test_without_infill_models_nothing_is_said_of_them(tmp_path):
+    runs = [write_run(tmp_path / "a", metrics=[validated(5, 1.9)])]
+    assert "Infill" not in rendered(compare(runs), 80)
+    runs = [write_run(tmp_path / "b", "model: {kind: infill}\n", [line(5, **{"val/infill_loss": 0.5})])]
+    assert "Validation loss" not in rendered(compare(runs), 80)
+
+
 def test_only_options_that_differ_are_listed_in_the_order_of_the_rows(tmp_path):
     first = "name: x\ndata:\n  path: [a, b]\nmodel:\n  cell: gru\n  hidden_size: 8\ntrain:\n  clip_norm: null\n"
     second = (

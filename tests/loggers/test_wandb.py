@@ -213,3 +213,24 @@ def test_disabled_writes_nothing(tmp_path: Path, real_text: str) -> None:
     config["train"]["max_steps"] = 3
     run = lmapp.train(config, quiet=True).path
     assert not (run / "wandb").exists()
+
+
+def test_an_infill_run_has_one_validation_figure(tmp_path: Path, real_text: str) -> None:
+    config = make_config(tmp_path, real_text[:8000])
+    config["model"] |= {"kind": "infill"}
+    run = lmapp.train(config, quiet=True).path
+    records = offline_records(run)
+    names = {name for row in history(records) for name in row}
+    assert {name for name in names if name.startswith(("val/", "decay/"))} == {"val/infill_loss"}
+    assert not {"train/loss", "train/perplexity"} & names
+    summary: dict[str, Any] = {}
+    for record in records:
+        if record["type"] == "summary":
+            summary |= record["summary"]["update"]
+    local = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["val/infill_loss"] for line in local if "val/infill_loss" in line]
+    assert summary["best/infill_loss"] == pytest.approx(min(losses))
+    assert summary["last/infill_loss"] == pytest.approx(losses[-1])
+    assert not {"best/loss", "best/perplexity"} & summary.keys()
+    started = next(r["run"] for r in records if r["type"] == "run")
+    assert set(started["tags"]) == {"infill-lstm", "text", "first"}

@@ -8,8 +8,8 @@ import torch
 
 from lmapp.cells.protocol import HiddenState
 from lmapp.errors import LmappError
-from lmapp.models import RecurrentModel
-from lmapp.models.evaluation import Score, evaluate, evaluate_cold
+from lmapp.models import InfillModel, RecurrentModel
+from lmapp.models.evaluation import Score, evaluate, evaluate_cold, evaluate_infill
 
 V = 50
 STARTS, SIZES = np.ones(V, dtype=bool), np.ones(V, dtype=np.int64)
@@ -157,6 +157,75 @@ def test_figures_that_overflow_or_are_not_defined():
 def test_too_little_text_is_an_error(function, count):
     with pytest.raises(LmappError, match=f"{count} character"):
         function(Remembering(), np.zeros(count, dtype=int), STARTS, SIZES, batch_size=4)
+
+
+class Guessing(torch.nn.Module):
+    """An infill model that gives symbol y a loss of y nats more than symbol 0, and notes what it reads."""
+
+    def __init__(self, symbols=V):
+        super().__init__()
+        self.symbols, self.mask_symbol, self.reads = symbols, symbols, []
+        self.head = torch.nn.Linear(1, 1)
+
+    def forward(self, tokens):
+        assert not self.training
+        assert not torch.is_grad_enabled()
+        self.reads += tokens.tolist()
+        return -torch.arange(float(self.symbols)).expand(*tokens.shape, -1)
+
+    constant = Weighing.constant
+
+
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 64, 1000])
+@pytest.mark.parametrize("batch_size", [1, 5, 64])
+@pytest.mark.parametrize("fraction", [0.15, 1.0])
+def test_masked_characters_are_scored_once_whatever_the_batch(count, batch_size, fraction):
+    ids = np.random.default_rng(0).integers(0, V, count).astype(np.uint8)
+    model = Guessing()
+    arguments = {"mask_fraction": fraction, "window": 32, "batch_size": batch_size}
+    score = evaluate_infill(model, ids, STARTS, SIZES, **arguments)
+    assert score.characters == score.bytes == max(1, round(fraction * count))
+    assert [len(row) for row in model.reads] == [min(32, count - start) for start in range(0, count, 32)]
+    read = np.array([symbol for row in model.reads for symbol in row])
+    masked = read == V
+    assert masked.sum() == score.characters
+    assert (read[~masked] == ids[~masked]).all()
+    assert score.loss_sum == pytest.approx(ids[masked].sum() + score.characters * model.constant, rel=1e-6)
+    # the mask is that of every other evaluation: another batch, another time, another network
+    torch.rand(3)
+    other = Guessing()
+    assert evaluate_infill(other, torch.from_numpy(ids), STARTS, SIZES, **arguments | {"batch_size": 3}) == score
+    assert other.reads == model.reads
+    if count == 1000 and fraction < 1:
+        evaluate_infill(third := Guessing(), ids, STARTS, SIZES, **arguments, seed=1)
+        assert third.reads != model.reads
+
+
+def test_a_masked_character_of_several_symbols_counts_once_across_windows_too():
+    starts, sizes = np.array([True, False, True]), np.array([1, 1, 3])
+    ids = np.array([0, 1, 1, 1, 2, 2])
+    model = Guessing(3)
+    score = evaluate_infill(model, ids, starts, sizes, mask_fraction=1.0, window=2, batch_size=2)
+    assert (score.characters, score.bytes) == (3, 10)
+    assert score.loss == pytest.approx((0 + 1 + 1 + 1 + 2 + 2 + 6 * model.constant) / 3, rel=1e-6)
+
+
+def test_the_infill_loss_of_a_network_does_not_depend_on_the_batch_size(real_text):
+    torch.manual_seed(0)
+    model = InfillModel(V, cell="gru", hidden_size=16)
+    ids = np.array([ord(c) % V for c in real_text[:3000]])
+    losses = {
+        evaluate_infill(model, ids, STARTS, SIZES, mask_fraction=0.15, window=64, batch_size=size).loss
+        for size in (1, 7, 64)
+    }
+    assert max(losses) - min(losses) < 1e-6
+    assert losses.pop() == pytest.approx(math.log(V), abs=0.5)
+    assert model.training
+
+
+def test_no_text_has_nothing_to_restore():
+    with pytest.raises(LmappError, match="Nothing to restore"):
+        evaluate_infill(Guessing(), np.zeros(0, dtype=int), STARTS, SIZES, mask_fraction=0.15, window=8)
 
 
 def test_the_mode_is_restored_after_an_error():

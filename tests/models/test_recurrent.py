@@ -10,12 +10,30 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import lmapp.cells
+from lmapp.cells.lstm import LSTM
 from lmapp.cells.protocol import Cell, HiddenState
 from lmapp.errors import UsageError
 from lmapp.models import RecurrentModel, detach
 from lmapp.models.recurrent import _Gather
 
-CELLS = ["vanilla", "lstm", "gru"]
+CELLS = list(lmapp.cells.CELLS)
+TORCHS = ["vanilla", "lstm", "gru"]
+"""Those that torch.nn has too."""
+
+STACKS = {
+    **{cell: {"cell": cell, "num_layers": 1 if cell == "concatenated" else 2} for cell in CELLS},
+    "mixed": {"cell": ["lstm", "gru", "vanilla"], "num_layers": None},
+    "concatenated on top": {"cell": ["gru", "concatenated"], "num_layers": None},
+    "residual": {"cell": "gru", "num_layers": 3, "connections": "residual"},
+    "residual from the embedding": {"cell": "mingru", "connections": "residual", "embedding_size": 8},
+    "dense": {"cell": ["lstm", "gru", "vanilla"], "num_layers": None, "connections": "dense"},
+    "dense with embedding": {"cell": "gru", "connections": "dense", "embedding_size": 5},
+    "tied": {"cell": "gru", "embedding_size": 8, "tie_embeddings": True},
+    "without biases": {"cell": ["lstm", "gru", "vanilla"], "num_layers": None, "bias": False},
+    "embedded": {"cell": "lstm", "embedding_size": 5},
+    **{activation: {"cell": "vanilla", "activation": activation} for activation in ("relu", "sigmoid", "identity")},
+}
 
 
 class Leaky(Cell):
@@ -50,7 +68,8 @@ def leaky(monkeypatch):
 
 def make(cell, **options):
     torch.manual_seed(0)
-    return RecurrentModel(11, **({"cell": cell, "hidden_size": 8, "num_layers": 2} | options))
+    named = STACKS.get(cell, {"cell": cell}) if isinstance(cell, str) else {"cell": cell}
+    return RecurrentModel(11, **({"hidden_size": 8, "num_layers": 2} | named | options))
 
 
 def stepped(model, tokens, states):
@@ -61,11 +80,11 @@ def stepped(model, tokens, states):
     return torch.stack(logits, 1), states
 
 
-@pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("embedding_size", [0, 5])
-@pytest.mark.parametrize(("batch", "steps"), [(3, 7), (1, 1), (2, 400)])
-def test_forward_is_step_after_step(cell, embedding_size, batch, steps):
-    model = make(cell, embedding_size=embedding_size).double()
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("zoneout", [0.0, 0.3])
+@pytest.mark.parametrize(("batch", "steps"), [(3, 7), (1, 1), (2, 100)])
+def test_forward_is_step_after_step(stack, zoneout, batch, steps):
+    model = make(stack, zoneout=zoneout).double().eval()
     tokens = torch.randint(11, (batch, steps))
     states = model.initial_state(batch)
     logits, after = model(tokens, states)
@@ -84,9 +103,9 @@ def test_a_cell_from_elsewhere_works(leaky):
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_windows_join(cell):
-    model = make(cell).double()
+@pytest.mark.parametrize("stack", STACKS)
+def test_windows_join(stack):
+    model = make(stack).double()
     tokens = torch.randint(11, (3, 9))
     whole, end = model(tokens, model.initial_state(3))
     first, between = model(tokens[:, :4], model.initial_state(3))
@@ -134,18 +153,22 @@ def gradients(model, tokens, targets, state_scale=0.0):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernel", ["rule", "scan"])
-@pytest.mark.parametrize("cell", CELLS)
-def test_gradients_on_real_text_keep_their_direction(cell, kernel, dtype, real_text, monkeypatch):
+@pytest.mark.parametrize("stack", STACKS)
+def test_gradients_on_real_text_keep_their_direction(stack, kernel, dtype, real_text, monkeypatch):
     symbols, ids = np.unique(np.array(list(real_text[:4112])), return_inverse=True)
-    ids = torch.as_tensor(ids.reshape(16, 257))
+    ids = torch.as_tensor(ids[: 63 * 65].reshape(63, 65))
     torch.manual_seed(0)
-    model = RecurrentModel(len(symbols), cell=cell, hidden_size=48, num_layers=2)
+    options = {"num_layers": 2, **STACKS[stack]}
+    options |= {"embedding_size": 48} if options.get("embedding_size") == 8 else {}
+    model = RecurrentModel(len(symbols), hidden_size=48, **options)
+    kinds = [type(layer) for layer in model.layers]
     if kernel == "scan":
-        monkeypatch.setattr(type(model.layers[0]), "kernel", lambda *_: "scan")
-    elif cell != "lstm":
-        assert model.kernels(16, 256) == ["table+scan", "scan"]
+        for kind in kinds:
+            monkeypatch.setattr(kind, "kernel", lambda *_: "scan")
     else:
-        assert model.kernels(16, 256) == ["torch", "torch"]
+        assert model.kernels(63, 64) == [
+            "torch" if kind is LSTM else "table+scan" if index == 0 else "scan" for index, kind in enumerate(kinds)
+        ]
     twin = copy.deepcopy(model).double()
     model.compute_dtype = dtype
     found = gradients(model, ids[:, :-1], ids[:, 1:])
@@ -154,7 +177,7 @@ def test_gradients_on_real_text_keep_their_direction(cell, kernel, dtype, real_t
         assert cosine >= (0.999 if dtype == torch.bfloat16 else 1 - 1e-6), (name, float(cosine))
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", TORCHS)
 def test_table_gives_the_gradients_of_one_hot_inputs(cell):
     model = make(cell, num_layers=1).double()
     tokens, targets = torch.randint(11, (2, 4, 6)).unbind()
@@ -186,9 +209,9 @@ def test_gathering_in_bf16_adds_up_in_fp32():
     assert table.grad.tolist() == [[0, 0], [4096, 4096], [0, 0]]
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_keep_and_credit_are_batch_first(cell):
-    model = make(cell).double()
+@pytest.mark.parametrize("stack", STACKS)
+def test_keep_and_credit_are_batch_first(stack):
+    model = make(stack).double()
     tokens = torch.randint(11, (3, 7))
     keep = torch.ones(3, 7)
     keep[1, 4] = 0
@@ -202,11 +225,12 @@ def test_keep_and_credit_are_batch_first(cell):
     credit[:, 4] = 0
     cut, _ = model(tokens, model.initial_state(3), credit=credit)
     torch.testing.assert_close(cut, rest, rtol=1e-12, atol=1e-12)
-    found = torch.autograd.grad(cut[:, 4:].sum(), model.layers[0].weight_hh)[0]
+    weights = [p for n, p in model.named_parameters() if n.endswith("weight_hh")] or [model.layers[0].weight_ih]
+    found = torch.autograd.grad(cut[:, 4:].sum(), weights)
     _, between = model(tokens[:, :4], model.initial_state(3))
     second, _ = model(tokens[:, 4:], detach(between))
-    expected = torch.autograd.grad(second.sum(), model.layers[0].weight_hh)[0]
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+    expected = torch.autograd.grad(second.sum(), weights)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_dropout_is_one_mask_over_time():
@@ -236,17 +260,21 @@ def test_kernels_are_named():
 
 def test_activations_reach_vanilla_only():
     assert make("vanilla", activation="relu").layers[1].activation == "relu"
-    assert make("gru", activation="relu").layers[1].hidden_size == 8
+    mixed = make(["gru", "vanilla"], num_layers=None, activation="relu")
+    assert mixed.layers[1].activation == "relu"
+    with pytest.raises(UsageError, match=r"activation is an option of the vanilla cell; --model.cell is GRU\."):
+        make("gru", activation="relu")
     with pytest.raises(UsageError, match="activation"):
         make("vanilla", activation="swish")
 
 
 def test_init_is_handed_on():
     assert make("gru").layers[1].bias_ih.eq(0).all()
+    assert torch.equal(make("vanilla", init="identity").layers[1].weight_hh, torch.eye(8))
     assert make("gru", init="torch").layers[1].bias_ih.ne(0).any()
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", TORCHS)
 def test_inputs_make_gates_of_variance_one(cell):
     for embedding_size in (0, 16):
         model = make(cell, embedding_size=embedding_size, hidden_size=256)
@@ -261,3 +289,138 @@ def test_detach_cuts_the_graph():
     cut = detach(states)
     assert not any(x.requires_grad for state in cut for x in state)
     assert [type(s) for s in cut] == [type(s) for s in states]
+
+
+def test_a_stack_is_of_the_cells_named():
+    names = [type(layer).__name__ for layer in make(["lstm", "gru_before"], num_layers=None).layers]
+    assert names == ["LSTM", "GRUBefore"]
+    with pytest.raises(UsageError, match="can only be the top layer"):
+        make(["concatenated", "gru"], num_layers=None)
+
+
+def test_the_concatenated_cell_needs_no_readout():
+    model = make("concatenated").double()
+    assert model.head is None
+    first = model.layers[0]
+    h, x = torch.randn(1, 8).double(), F.one_hot(torch.tensor([4]), 11).double()
+    logits, states = model.step(torch.tensor([4]), (HiddenState(h),))
+    both = torch.cat((first.weight_ih, first.weight_hh), 1) @ torch.cat((x, h), 1)[0] + first.bias_ih
+    torch.testing.assert_close(states[0].h[0], both[:8])
+    torch.testing.assert_close(logits[0], both[8:])
+    assert sum(p.numel() for p in model.parameters()) == (8 + 11) * (11 + 8) + (8 + 11)
+
+
+def test_connections_read_what_they_say():
+    tokens = torch.randint(11, (2, 3))
+    for connections in ("plain", "residual", "dense"):
+        model = make("gru", num_layers=3, connections=connections, embedding_size=8).double()
+        x = model.embedding(tokens.t())
+        outputs = []
+        for layer in model.layers:
+            outputs.append(layer(x, layer.initial_state(2))[0])
+            x = {"plain": lambda x, y: y, "residual": lambda x, y: x + y, "dense": lambda x, y: torch.cat((x, y), -1)}[
+                connections
+            ](x, outputs[-1])
+        read = torch.cat(outputs, -1) if connections == "dense" else x
+        logits, _ = model(tokens, model.initial_state(2))
+        torch.testing.assert_close(logits, model.head(read).transpose(0, 1), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("hidden_size", [8, 11])
+def test_residual_adds_outputs_and_no_one_hot_vector(hidden_size):
+    model = make("gru", connections="residual", hidden_size=hidden_size).double()
+    tokens = torch.randint(11, (2, 3))
+    first, last = model.layers
+    y, _ = first(F.one_hot(tokens.t(), 11).double(), first.initial_state(2))
+    z, _ = last(y, last.initial_state(2))
+    logits, _ = model(tokens, model.initial_state(2))
+    torch.testing.assert_close(logits, model.head(y + z).transpose(0, 1), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(stepped(model, tokens, model.initial_state(2))[0], logits, rtol=1e-12, atol=1e-12)
+    tokens = tokens.repeat(1, 5)  # by table
+    logits, _ = model(tokens, model.initial_state(2))
+    torch.testing.assert_close(stepped(model, tokens, model.initial_state(2))[0], logits, rtol=1e-12, atol=1e-12)
+
+
+def test_tied_embeddings_are_one_matrix():
+    model = make("tied")
+    assert model.embedding.weight is model.head.weight
+    assert len({id(p) for p in model.parameters()}) == len(list(model.parameters()))
+    again = make("tied", hidden_size=8)
+    again.load_state_dict(model.state_dict())
+    assert again.embedding.weight is again.head.weight
+    assert torch.equal(again.head.weight, model.head.weight)
+    # The inputs are short, and the first layer's weights make up for it.
+    wide = make("tied", hidden_size=256, embedding_size=256)
+    table = wide.layers[0].project(wide.embedding.weight)
+    assert (table - table.mean(0)).std().item() == pytest.approx(1, abs=0.15)
+    for options in ({"embedding_size": 5}, {"embedding_size": 0}, {"hidden_size": 9}):
+        with pytest.raises(UsageError, match=r"--model.embedding-size"):
+            make("tied", **options)
+
+
+@pytest.mark.parametrize("cell", ["vanilla", "lstm", "gru", "gru_before", "concatenated"])
+def test_weight_drop_leaves_out_recurrent_weights_for_a_window(cell):
+    model = make(cell, weight_drop=0.5).double()
+    names = [name for name, _ in model.named_parameters()]
+    whole = copy.deepcopy(model.state_dict())
+    tokens = torch.randint(11, (3, 7))
+    torch.manual_seed(3)
+    logits, _ = model(tokens, model.initial_state(3))
+    logits.square().sum().backward()
+    assert [name for name, _ in model.named_parameters()] == names
+    assert all(map(torch.equal, model.state_dict().values(), whole.values()))
+    torch.manual_seed(3)
+    masks = [F.dropout(torch.ones_like(layer.weight_hh), 0.5) for layer in model.layers]
+    twin = make(cell).double()
+    twin.load_state_dict(whole)
+    with torch.no_grad():
+        for layer, mask in zip(twin.layers, masks, strict=True):
+            layer.weight_hh *= mask
+    expected, _ = twin(tokens, twin.initial_state(3))
+    torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
+    expected.square().sum().backward()
+    for ours, theirs, mask in zip(model.layers, twin.layers, masks, strict=True):
+        torch.testing.assert_close(ours.weight_hh.grad, theirs.weight_hh.grad * mask, rtol=1e-10, atol=1e-12)
+    model.eval()
+    twin.load_state_dict(whole)
+    torch.testing.assert_close(model(tokens, model.initial_state(3))[0], twin(tokens, twin.initial_state(3))[0])
+
+
+def test_weight_drop_needs_a_recurrent_matrix():
+    with pytest.raises(UsageError, match=r"--model.weight-drop acts on recurrent matrices; mingru has none"):
+        make("mingru", weight_drop=0.5)
+    make(["mingru", "gru"], num_layers=None, weight_drop=0.5)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_zoneout_draws_a_mask_for_every_step(cell):
+    model = make(cell, zoneout=0.5).double()
+    tokens = torch.randint(11, (3, 40))
+    torch.manual_seed(3)
+    logits, after = model(tokens, model.initial_state(3))
+    torch.manual_seed(3)
+    states, rows = list(model.initial_state(3)), []
+    masks = [type(s)(*(torch.empty(40, 3, 8, dtype=torch.float64).bernoulli_(0.5) for _ in s)) for s in states]
+    for t in range(40):
+        x = F.one_hot(tokens[:, t], 11).double()
+        for index, layer in enumerate(model.layers):
+            old = states[index]
+            x, new = layer.step(layer.project(x), old)
+            x, states[index] = layer.zone(x, old, new, type(old)(*(m[t] for m in masks[index])))
+        rows.append(x if model.head is None else model.head(x))
+    torch.testing.assert_close(logits, torch.stack(rows, 1), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(after, tuple(states), rtol=1e-10, atol=1e-12)
+    assert {mask.mean().item() for mask in masks[0]} != {0.0}
+
+
+def test_memory_biases_reach_the_cells_that_have_one():
+    model = make(["vanilla", "lstm", "gru"], num_layers=None, forget_bias=2.0)
+    assert model.layers[1].bias_ih[8:16].eq(2).all()
+    assert model.layers[2].bias_ih[8:16].eq(2).all()
+    chrono = make("lstm", num_layers=1, chrono=100.0, hidden_size=64).layers[0]
+    forget, inputs = chrono.bias_ih[64:128], chrono.bias_ih[:64]
+    assert forget.exp().max() <= 99
+    assert forget.min() >= 0
+    assert torch.equal(inputs, -forget) or (inputs <= 0).all()
+    with pytest.raises(UsageError, match=r"--model.chrono"):
+        make("vanilla", chrono=10.0)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lmapp.cells import CELLS
 from lmapp.cells.gru import GRU
 from lmapp.cells.lstm import LSTM
 from lmapp.cells.protocol import Cell, HiddenState
@@ -41,17 +42,39 @@ class Doubling(Cell):
         return torch.cat((h, state.h * gates), 1), HiddenState(h)
 
 
-@pytest.fixture(params=["vanilla", "relu", "lstm", "gru", "doubling"])
+NETWORKS = {
+    **{cell: {"cell": cell} for cell in CELLS if cell != "concatenated"},
+    "relu": {"cell": "vanilla", "activation": "relu"},
+    "doubling": {"cell": "somewhere:Doubling"},
+    "mixed": {"cell": ["lstm", "gru", "vanilla"], "num_layers": None},
+    "concatenated on top": {"cell": ["gru", "mingru", "concatenated"], "num_layers": None},
+    "residual": {"cell": "gru", "connections": "residual", "embedding_size": 4},
+    "residual above": {"cell": "lstm", "connections": "residual"},
+    "residual, concatenated on top": {
+        "cell": ["gru", "lstm", "concatenated"],
+        "num_layers": None,
+        "connections": "residual",
+    },
+    "dense": {"cell": ["vanilla", "lstm", "gru"], "num_layers": None, "connections": "dense"},
+    "dense one-hot": {"cell": "gru", "connections": "dense", "embedding_size": 0},
+    "dense, concatenated on top": {
+        "cell": ["gru", "gru", "concatenated"],
+        "num_layers": None,
+        "connections": "dense",
+    },
+    "zoneout": {"cell": ["lstm", "gru", "vanilla"], "num_layers": None, "zoneout": 0.3, "connections": "residual"},
+    "tied": {"cell": "gru", "tie_embeddings": True, "embedding_size": 4},
+}
+
+
+@pytest.fixture(params=NETWORKS)
 def model(request, monkeypatch):
     module = types.ModuleType("somewhere")
     module.Doubling = Doubling
     monkeypatch.setitem(sys.modules, "somewhere", module)
     torch.manual_seed(0)
-    options = {
-        "relu": {"cell": "vanilla", "activation": "relu"},
-        "doubling": {"cell": "somewhere:Doubling"},
-    }.get(request.param, {"cell": request.param})
-    model = RecurrentModel(V, hidden_size=4, num_layers=3, embedding_size=3, dropout=0.5, **options).double()
+    options = {"hidden_size": 4, "num_layers": 3, "embedding_size": 3, "dropout": 0.5, **NETWORKS[request.param]}
+    model = RecurrentModel(V, **options).double()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5)
     return model
@@ -105,7 +128,23 @@ def test_against_leaves_in_a_loop(model):
         assert all(x.shape == (STEPS + 1, 4, 4) and not x[-1].any() for x in layer.entering)
 
 
-def test_outputs_against_leaves(model):
+def cut_output(patch, model, index, time, leaves):
+    """Make layer `index`'s output at `time` a leaf, which is put into `leaves`; its new state stays what it was."""
+    layer, times = model.layers[index], itertools.count()
+    name = "zone" if model.zoneout else "step"
+    whole = getattr(layer, name)
+
+    def cut(*arguments):
+        output, state = whole(*arguments)
+        if next(times) == time:
+            leaves.append(output.detach().requires_grad_())
+            return leaves[0], state
+        return output, state
+
+    patch.setattr(layer, name, cut)
+
+
+def test_outputs_against_leaves(model, monkeypatch):
     """∂J/∂(a layer's output at t) is what that output, made a leaf at t alone, receives from above."""
     torch.manual_seed(1)
     tokens, end = torch.randint(V, (1, STEPS)), STEPS - 2
@@ -114,20 +153,41 @@ def test_outputs_against_leaves(model):
     for index in range(3):
         assert found[index].outputs.shape == (STEPS, 1, model.layers[index].output_size)
         for time in range(STEPS):
-            current, leaf = states, None
-            for t in range(end + 1):
-                x, after = model.embedding(tokens[:, t]), []
-                for number, (layer, state) in enumerate(zip(model.layers, current, strict=True)):
-                    x, state = layer.step(layer.project(x), state)
-                    if (t, number) == (time, index):
-                        x = leaf = x.detach().requires_grad_()
-                    after.append(state)
-                current = tuple(after)
-            loss = F.cross_entropy(model.head(x), target[:, 0])
+            current, leaves = states, []
+            with monkeypatch.context() as patch:
+                cut_output(patch, model, index, time, leaves)
+                for t in range(end + 1):
+                    logits, current = model.step(tokens[:, t], current)
+            loss, leaf = F.cross_entropy(logits, target[:, 0]), leaves[0] if leaves else None
             expected = torch.zeros_like(found[index].outputs[0])
             if leaf is not None:
                 expected = torch.autograd.grad(loss, leaf, allow_unused=True, materialize_grads=True)[0]
             torch.testing.assert_close(found[index].outputs[time], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_what_the_readout_takes_directly(model):
+    """Each layer's output at the end point is a leaf of its own: no way leads from one through another."""
+    torch.manual_seed(1)
+    tokens, end = torch.randint(V, (1, STEPS)), STEPS - 2
+    target, states = torch.randint(V, (1, 1)), random_states(model, 1)
+    found = model.state_gradients(tokens, states, target, torch.tensor([end]))
+    model.eval()
+    _, before = model(tokens[:, :end], states)
+    stack, leaves = model._stack(tokens[:, end], torch.float64), []
+    for layer, state in zip(model.layers, before, strict=True):
+        output, new = layer.step(layer.project(stack.read().detach()), state)
+        if model.zoneout:
+            mean = type(state)(*(torch.full_like(s, model.zoneout) for s in state))
+            output, _ = layer.zone(output, state, new, mean)
+        leaves.append(output.detach().requires_grad_())
+        stack.add(leaves[-1])
+    loss = F.cross_entropy(model._read_out(stack), target[:, 0])
+    expected = torch.autograd.grad(loss, leaves, allow_unused=True)
+    for layer, theirs in zip(found, expected, strict=True):
+        assert (layer.readout is None) == (theirs is None)
+        if theirs is not None:
+            torch.testing.assert_close(layer.readout[end], theirs, rtol=1e-10, atol=1e-12)
+            assert not layer.readout[:end].any()
 
 
 @pytest.mark.parametrize("cell", ["vanilla", "lstm", "gru"])

@@ -1,0 +1,110 @@
+"""What every checkpoint is: a network with its alphabet and its run, and texts in that alphabet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lmapp.config import Config, DataConfig
+from lmapp.data import corpora, encoded, sources
+from lmapp.errors import LmappError, UsageError
+from lmapp.models import Network
+from lmapp.vocabulary import Vocabulary
+
+
+class Text(NamedTuple):
+    """A text as a model reads it: ids (N,), what it is called, and the fingerprint of its files."""
+
+    ids: np.ndarray
+    name: str
+    fingerprint: str | None
+
+
+class Trained:
+    """A trained model with its vocabulary and configuration.
+
+    Args:
+        model: in evaluation mode, fp32.
+        vocabulary: its alphabet.
+        config: of the run that trained it.
+        saved: the checkpoint's `lmapp` entry.
+        path: of the checkpoint.
+    """
+
+    def __init__(
+        self, model: Network, vocabulary: Vocabulary, config: Config, saved: dict[str, Any], path: Path
+    ) -> None:
+        self.model = model
+        self.vocabulary = vocabulary
+        self.config = config
+        self.saved = saved
+        self.path = path
+
+    @property
+    def step(self) -> int:
+        """The training step of the checkpoint."""
+        return self.saved["progress"]["step"]
+
+    def text(
+        self,
+        paths: Sequence[str] = (),
+        *,
+        corpus: str | None = None,
+        split: str = "validation",
+        cache_dir: str | None = None,
+    ) -> Text:
+        """A text in this model's alphabet.
+
+        The run's own splits are found in the cache even when the corpus is gone.
+
+        Args:
+            paths: files or globs; without any, a named corpus; without that, a split of the run's own text.
+            corpus: a named corpus, whole.
+            split: train, validation or test.
+            cache_dir: where encoded text is kept; by default as in the run.
+
+        Raises:
+            LmappError: the text is not there, cannot be read, or holds a character the model does not know.
+        """
+        data = self.config.data
+        if not paths and not corpus:
+            cache = Path(cache_dir or data.cache_dir)
+            saved = self.saved["corpus"]
+            if split not in encoded.SPLITS:
+                raise UsageError(f"--split is one of {', '.join(encoded.SPLITS)}, not {split!r}.")
+            # The key is the name of a directory; a stranger's may be anything.
+            key = saved["key"] if re.fullmatch("[0-9a-f]+", str(saved["key"])) else "none"
+            kept = encoded.load(cache / "encoded" / key, saved["fingerprint"])
+            if kept is None or kept.vocabulary != self.vocabulary:
+                raise LmappError(
+                    f"The text this model was trained on is no longer in {cache}.\nName a text: --data.path FILE."
+                )
+            return Text(getattr(kept, split), f"the run's {split} split", None)
+        if paths and corpus:
+            raise UsageError("--data.path and --data.corpus exclude each other here: score one text at a time.")
+        # Not where the checkpoint says: it may be a stranger's, and this writes.
+        cache = Path(cache_dir or DataConfig().cache_dir)
+        files = sources.resolve(paths) if paths else [corpora.fetch(str(corpus), cache)]
+        text = encoded.encode(
+            files,
+            cache_dir=cache,
+            encoding=data.encoding,
+            separator=data.separator,
+            column=data.column,
+            val_fraction=0.0,
+            vocabulary=self.vocabulary,
+        )
+        return Text(text.train, ", ".join(paths) if paths else f"corpus {corpus}", text.fingerprint)
+
+    def overlap(self, corpus: str | None, fingerprint: str | None) -> str | None:
+        """A warning if a text, a named corpus or one of that fingerprint, is what the model was trained on."""
+        own = None if self.config.data.path else self.config.data.corpus
+        if (own and corpus == own) or fingerprint == self.saved["corpus"]["fingerprint"]:
+            return "the model was trained on most of this text: this figure is too good."
+        if own and corpus and corpora.overlaps(own, corpus):
+            return f"{corpus} and {own}, which the model was trained on, share text: this figure is too good."
+        return None
