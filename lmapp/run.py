@@ -250,7 +250,7 @@ class _Assembly:
         )
         last = directory / "checkpoints" / checkpoint.LAST
         try:
-            with signals:
+            with signals, memory.kept_between_steps():
                 trainer.fit(module, datamodule=data, ckpt_path=last if saved else None, weights_only=True)
         finally:
             records.close()

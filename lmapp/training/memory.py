@@ -1,12 +1,14 @@
-"""What a training step will need of memory, and what there is: asked before the first one is taken.
+"""What a training step will need of memory and what there is, asked before the first one is taken; and keeping it.
 
 Shapes: B rows, T steps, V symbols.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,3 +141,27 @@ def _limits() -> Iterator[int]:
                     yield int((directory / name).read_text())
                 except (OSError, ValueError):  # not there, or "max"
                     continue
+
+
+@contextmanager
+def kept_between_steps() -> Iterator[None]:
+    """While training, let the C library keep what a step frees, for the next one to take.
+
+    By default glibc gives large pieces back to the system each time, and the system clears every page anew when it is
+    touched: an LSTM 1×512 then trains at 0.7 times the speed. Where the C library is another one, nothing happens.
+    """
+    trim_threshold, top_pad, mmap_threshold, mmap_max = -1, -2, -3, -4  # of malloc.h
+    try:
+        mallopt, trim = (getattr(ctypes.CDLL(None), name) for name in ("mallopt", "malloc_trim"))
+    except (AttributeError, OSError, TypeError):
+        yield
+        return
+    for option, value in ((mmap_max, 0), (trim_threshold, 2**31 - 1), (top_pad, 2**26)):
+        mallopt(option, value)
+    try:
+        yield
+    finally:
+        # Having been set, these no longer adapt themselves; the first two are what they would adapt to.
+        for option, value in ((mmap_threshold, 2**25), (trim_threshold, 2**26), (top_pad, 2**17), (mmap_max, 2**16)):
+            mallopt(option, value)
+        trim(0)

@@ -21,6 +21,8 @@ import waiting_for_data
 from measuring import Settings, heading, row
 from sides import Case
 
+from lmapp.training.memory import kept_between_steps
+
 BENCHMARKS = {
     "step": training_steps,
     "stored": stored_activations,
@@ -60,14 +62,15 @@ def main(
         products = (8192,) if options.device == "cuda" else defaults.products
     settings = Settings(options.seconds, options.rounds, options.device, tuple(options.only), products)
     found = []
-    for kind, benchmark in BENCHMARKS.items():
-        head = heading(benchmark.TITLE, benchmark.COLUMNS)
-        for entry in benchmark.results(settings, (cases or {}).get(kind)):
-            if head:
-                print(head)
-                head = ""
-            print(row(entry, benchmark.COLUMNS), flush=True)
-            found.append(entry)
+    with kept_between_steps():  # as in training, and for the peer too
+        for kind, benchmark in BENCHMARKS.items():
+            head = heading(benchmark.TITLE, benchmark.COLUMNS)
+            for entry in benchmark.results(settings, (cases or {}).get(kind)):
+                if head:
+                    print(head)
+                    head = ""
+                print(row(entry, benchmark.COLUMNS), flush=True)
+                found.append(entry)
     if not found:
         parser.error(f"--only: no benchmark is called {' or '.join(options.only)}")
     print()

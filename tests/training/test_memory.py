@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -197,3 +198,31 @@ def test_a_step_that_does_not_fit_is_refused(
     assert all(word in message for word in ["MiB of memory", "0 MiB are available", *words]), message
     assert len(message.splitlines()) <= 3
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+def test_what_a_step_frees_is_there_for_the_next() -> None:
+    """Pages of 64 MiB that were given back to the system are touched for the first time again."""
+    script = """
+import resource, torch
+from lmapp.training.memory import kept_between_steps
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.empty(2**24).fill_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+with kept_between_steps():
+    faults()
+    print(faults())
+print(faults())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    kept, given_back = map(int, done.stdout.split())
+    if platform.libc_ver()[0] == "glibc":
+        assert kept < 100
+        assert given_back > 1000 or _huge_pages()
+
+
+def _huge_pages() -> bool:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return setting.is_file() and "[always]" in setting.read_text()
