@@ -189,6 +189,18 @@ def _windows(count: int, window: int, batch_size: int) -> Iterator[np.ndarray]:
         yield np.arange(whole, count)[None]
 
 
+def losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """−log softmax(o)[y] of each prediction, in nats: (B, T) from logits (B, T, V) and targets (B, T).
+
+    Where the target is −1, nothing is predicted and the loss is 0. Models hand out logits that lie time-major in
+    memory; they are read so, for flattening them as they are indexed would copy them.
+    """
+    rows = F.cross_entropy(
+        logits.transpose(0, 1).flatten(0, 1), targets.t().flatten(), ignore_index=-1, reduction="none"
+    )
+    return rows.view(targets.shape[1], targets.shape[0]).t()
+
+
 class _Tally:
     """Sums of losses, characters and bytes over scored targets."""
 
@@ -207,8 +219,7 @@ class _Tally:
         """Logits (B, T, V), targets (B, T), scored (B, T) bool."""
         # widened first: −1 does not fit the unsigned type of a memory map
         wanted = self.tensor(np.where(scored, targets.astype(np.int64), -1))
-        losses = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=-1, reduction="none")
-        self.loss_sum += losses.double().sum()
+        self.loss_sum += losses(logits, wanted).double().sum()
         self.characters += int(self.starts_character[targets[scored]].sum())
         self.bytes += int(self.symbol_bytes[targets[scored]].sum())
 

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from lmapp.config import Config
 from lmapp.data.batches import Batch
 from lmapp.gradients.decay import Truncation
 from lmapp.models import InfillModel
+from lmapp.models.evaluation import losses
 from lmapp.models.infill import choose_masked
 from lmapp.training.module import LanguageModule
 
@@ -52,8 +52,8 @@ class InfillModule(LanguageModule):
         masked = choose_masked(tokens, self.starts_character, self.config.model.mask_fraction)
         logits = self.model(tokens.masked_fill(masked, self.model.mask_symbol))
         targets = tokens.masked_fill(~masked, -1)
-        losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
+        each = losses(logits, targets)
         # Without a character that begins there, as in the middle of one spelt in bytes, nothing is masked.
-        loss = losses.sum() / max(1, int((masked & self.starts_character[tokens]).sum()))
-        self._loss, self._losses, self._characters = loss.detach(), losses.detach().view_as(tokens), batch.characters
+        loss = each.sum() / max(1, int((masked & self.starts_character[tokens]).sum()))
+        self._loss, self._losses, self._characters = loss.detach(), each.detach(), batch.characters
         return loss

@@ -16,13 +16,13 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import lightning
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from lmapp.config import Config
 from lmapp.data.batches import Batch
 from lmapp.gradients import clipping
 from lmapp.gradients.decay import Truncation
 from lmapp.models import Network
+from lmapp.models.evaluation import losses
 from lmapp.training import plan, truncation
 from lmapp.training.optimizers import make_optimizer
 from lmapp.training.truncation import Carried
@@ -148,15 +148,9 @@ class LanguageModule(lightning.LightningModule):
         if batch_idx == 0 or not self.config.train.carry_state or self._carried is None:
             self._carried = truncation.cold(self.model, batch.inputs.shape[0])
         logits, self._carried = truncation.read(self.model, batch.inputs, self._carried, self.truncation)
-        losses = functional.cross_entropy(
-            logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-1, reduction="none"
-        )
-        loss = losses.sum() / batch.characters
-        self._loss, self._losses, self._characters = (
-            loss.detach(),
-            losses.detach().view_as(batch.targets),
-            batch.characters,
-        )
+        each = losses(logits, batch.targets)
+        loss = each.sum() / batch.characters
+        self._loss, self._losses, self._characters = loss.detach(), each.detach(), batch.characters
         return loss
 
     def configure_gradient_clipping(

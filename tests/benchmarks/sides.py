@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from lmapp.gradients.clipping import clip_by_norm, global_norm
 from lmapp.models import RecurrentModel, detach
+from lmapp.models.evaluation import losses
 
 VOCABULARY = 65
 LEARNING_RATE, CLIP_NORM = 1e-3, 1.0
@@ -115,7 +116,7 @@ class Training:
         if self.ours:
             logits, state = self.model(inputs, self.state)
             self.state = detach(state)
-            return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            return losses(logits, targets).mean()
         with torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
             logits, state = self.model(inputs, self.state)
         self.state = tuple(s.detach() for s in state) if isinstance(state, tuple) else state.detach()
