@@ -23,7 +23,7 @@ app = App(
     name="lmapp",
     help="Train character-level recurrent language models on any text, and see what happens to their gradients.",
     version=version("lmapp"),
-    # A list takes at least one value; of an option that is repeated the last one counts.
+    # A list takes at least one value, and more where it is repeated; of any other option the last value counts.
     default_parameter=Parameter(negative=(), consume_multiple=1, allow_repeating=True),
     suppress_keyboard_interrupt=False,
     help_epilogue="`lmapp COMMAND --help` lists a command's options. `--debug` shows the traceback of an error.",
@@ -141,7 +141,7 @@ def train(
 
         start(resume=resume, runs_dir=runs_dir, changes=given)
         return
-    taken = [*given.get("data", {}).get("path", []), *given.get("logging", {}).get("tags", [])]
+    taken = [word for section, option in _LISTS for word in given.get(section, {}).get(option, [])]
     if misplaced := [word for word in taken if _is_config(word)]:
         raise UsageError(f"{misplaced[0]} is a configuration, not text: put it before the options.")
     if {"path", "corpus"} <= given.get("data", {}).keys():

@@ -39,6 +39,9 @@ class Bounds:
         return " and ".join(parts)
 
 
+TAG_LENGTH = 64
+"""Of a tag in W&B, at most."""
+
 BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 """How true and false may be written."""
 
@@ -129,10 +132,11 @@ class ModelConfig:
 
     @property
     def label(self) -> str:
-        """The network in a word: its kind if that has no cells, else its cells."""
+        """The network in a word: its kind if that has no cells, else the cells it is made of, each once."""
         if self.kind == "window":
             return self.kind
-        cells = "+".join(name.rpartition(":")[2] for name in self.cell)
+        names = list(dict.fromkeys(name.rpartition(":")[2] for name in self.cell))
+        cells = "+".join(names if len(names) <= 3 else [*names[:2], f"{len(names) - 2}more"])[:40]
         return cells if self.kind == "recurrent" else f"{self.kind}-{cells}"
 
 
@@ -368,6 +372,8 @@ def build(options: Mapping[str, Any], *, source: str | None = None) -> Config:
         )
     if train.momentum and train.optimizer not in ("sgd", "rmsprop"):
         raise UsageError(f"--train.momentum is an option of sgd and rmsprop; --train.optimizer is {train.optimizer}.")
+    if long := next((tag for tag in config.logging.tags if len(tag) > TAG_LENGTH), None):
+        raise UsageError(f"--logging.tags: W&B takes tags of at most {TAG_LENGTH} characters, not {long!r}.")
     _check_model(config.model)
     _check_truncation(config)
     return config
@@ -377,7 +383,7 @@ def _check_model(model: ModelConfig) -> None:
     """Refuse options of the network that exclude each other or that nothing would read."""
     if len(model.cell) > 1 and model.num_layers not in (None, len(model.cell)):
         raise UsageError(
-            f"--model.cell names {len(model.cell)} layers, --model.num-layers says {model.num_layers}: leave it out."
+            f"--model.cell names {len(model.cell)} layers, --model.num-layers is {model.num_layers}: set it to none."
         )
     if model.bidirectional and model.kind != "infill":
         raise UsageError(

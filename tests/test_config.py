@@ -171,6 +171,9 @@ def test_a_stack_of_cells_is_a_list_and_one_cell_a_name() -> None:
     assert build({"model": {"cell": ["gru", "lstm"], "num_layers": 2}}).model.cells == ["gru", "lstm"]
     assert build({"model": {"cell": ["gru"]}}).as_dict()["model"]["cell"] == "gru"
     assert build({"model": {"cell": ["gru", "m:Own"]}}).model.label == "gru+Own"
+    assert build({"model": {"cell": ["gru"] * 9}}).model.label == "gru"
+    assert build({"model": {"cell": ["gru", "lstm", "mingru", "minlstm"]}}).model.label == "gru+lstm+2more"
+    assert len(build({"model": {"cell": "a.b:" + "C" * 300}}).model.label) == 40
     assert build({"model": {"kind": "window"}}).model.label == "window"
     assert build({"model": {"kind": "infill", "cell": "lstm"}}).model.label == "infill-lstm"
 
@@ -358,7 +361,7 @@ def test_clipping_by_value_takes_the_place_of_the_default_clipping_by_norm() -> 
         ({"data": {"val_fraction": 0.5, "test_fraction": 0.5}},
          "--data.val-fraction and --data.test-fraction leave nothing to train on: their sum must stay below 1."),
         ({"model": {"cell": ["gru", "lstm"], "num_layers": 3}},
-         "--model.cell names 2 layers, --model.num-layers says 3: leave it out."),
+         "--model.cell names 2 layers, --model.num-layers is 3: set it to none."),
         ({"model": {"bidirectional": True}},
          "--model.bidirectional: a network that reads the text both ways has read the character it is to predict, "
          "so it is\nno left-to-right language model. To restore masked characters: --model.kind infill"),
@@ -368,6 +371,8 @@ def test_clipping_by_value_takes_the_place_of_the_default_clipping_by_norm() -> 
          "--model.forget-bias and --model.chrono exclude each other: both set the same bias."),
         ({"model": {"forget_bias": 1, "bias": False}},
          "--model.bias false leaves nothing for --model.forget-bias and --model.chrono to set."),
+        ({"logging": {"tags": ["x", "y" * 65]}},
+         f"--logging.tags: W&B takes tags of at most 64 characters, not '{'y' * 65}'."),
         ({"model": {"window": 3}}, "--model.window is an option of kind window; --model.kind is recurrent."),
         ({"model": {"kind": "window", "cell": "lstm"}},
          "--model.cell is an option of kind recurrent and infill; --model.kind is window."),

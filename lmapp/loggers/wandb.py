@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import WandbLogger
 
+from lmapp.config import TAG_LENGTH
 from lmapp.loggers.records import METRICS, read_lines
 
 STEP = "trainer/global_step"
@@ -96,7 +97,7 @@ def open_run(
             mode=mode,  # type: ignore[arg-type]
             project=project,
             group=group,
-            tags=list(tags),
+            tags=[tag[:TAG_LENGTH] for tag in tags],  # the corpus may have a long name
             name=name,
             id=run_id,
             resume="allow" if run_id and mode == "online" else None,

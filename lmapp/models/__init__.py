@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, TypeAlias
 
 from lmapp.config import ModelConfig
@@ -33,4 +34,10 @@ def make_model(vocabulary_size: int, config: ModelConfig) -> Network:
     """
     kinds: dict[str, Any] = {"recurrent": RecurrentModel, "window": WindowModel, "infill": InfillModel}
     kind = kinds[config.kind]
-    return kind(vocabulary_size, **{name: getattr(config, name) for name in kind.options})
+    return kind(vocabulary_size, **{name: getattr(config, name) for name in options(kind)})
+
+
+def options(kind: type[Network]) -> list[str]:
+    """The options of the configuration's `model` section that a kind of network reads."""
+    parameters = inspect.signature(kind.__init__).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lmapp import cells
 from lmapp.cells.products import linear
 from lmapp.cells.protocol import Cell
 from lmapp.errors import UsageError
-from lmapp.models.recurrent import _Gather, make_layers, reset_layers
+from lmapp.models import inputs
+from lmapp.models.recurrent import find_cells, make_layers, reset_layers
 
 
 def choose_masked(
@@ -67,19 +67,6 @@ class InfillModel(nn.Module):
         UsageError: the options do not go together.
     """
 
-    options = (
-        "cell",
-        "hidden_size",
-        "num_layers",
-        "embedding_size",
-        "activation",
-        "bias",
-        "dropout",
-        "init",
-        "forget_bias",
-        "chrono",
-    )
-
     def __init__(
         self,
         vocabulary_size: int,
@@ -99,8 +86,7 @@ class InfillModel(nn.Module):
         self.vocabulary_size = vocabulary_size
         self.dropout = dropout
         self.compute_dtype = torch.float32
-        names = [cell] if isinstance(cell, str) else list(cell)
-        kinds = [cells.find(name) for name in (names * (num_layers or 1) if len(names) == 1 else names)]
+        kinds = find_cells(cell, num_layers)
         if kinds[-1].reads_out:
             raise UsageError(
                 f"--model.cell: the outputs of {kinds[-1].__name__} are the logits, and an infill model has two cells\n"
@@ -150,18 +136,16 @@ class InfillModel(nn.Module):
         return torch.float64 if self.head.weight.dtype == torch.float64 else self.compute_dtype
 
     def _by_table(self, layer: Cell, count: int) -> bool:
-        """Whether `layer`, a first one, gathers its gates for `count` symbols from a table, as in `RecurrentModel`."""
+        """Whether `layer`, a lowest one, gathers its gates for `count` symbols from a table."""
         kernel = layer.kernel(self.head.weight.device.type, self._dtype(), False)
-        return kernel == "scan" and (self.embedding is None or self.vocabulary_size < count)
+        return inputs.by_table(self.embedding, self.vocabulary_size + 1, count, kernel)
 
     def _run(self, layer: Cell, times: Tensor, x: Tensor | None) -> Tensor:
         """The outputs (T, B, H) of a layer on x (T, B, …), or on the symbols (T, B) themselves."""
         state = layer.initial_state(times.shape[1])
         if x is not None:
             return layer(x, state)[0]
+        dtype = self._dtype()
         if self._by_table(layer, times.numel()):
-            table = layer.table() if self.embedding is None else layer.project(self.embedding.weight)
-            return layer.scan(_Gather.apply(table, times, self._dtype()), state)[0]
-        if self.embedding is None:
-            return layer(F.one_hot(times, self.vocabulary_size + 1).to(self._dtype()), state)[0]
-        return layer(_Gather.apply(self.embedding.weight, times, self._dtype()), state)[0]
+            return layer.scan(inputs.gather(inputs.table(layer, self.embedding), times, dtype), state)[0]
+        return layer(inputs.embed(times, self.embedding, self.vocabulary_size + 1, dtype), state)[0]

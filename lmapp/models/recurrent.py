@@ -17,6 +17,7 @@ from lmapp import cells
 from lmapp.cells.products import linear
 from lmapp.cells.protocol import Cell, State, map_state
 from lmapp.errors import UsageError
+from lmapp.models import inputs
 
 States = tuple[State, ...]
 
@@ -34,33 +35,25 @@ def detach(states: States) -> States:
     return tuple(map_state(Tensor.detach, state) for state in states)
 
 
-class _Gather(torch.autograd.Function):
-    """Rows of a table in another dtype, with the gradient summed in the table's own.
-
-    The backward pass of an ordinary gather in bf16 adds up in bf16, where 4096 ones give 256.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, table: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(tokens)
-        ctx.table = table.shape, table.dtype
-        return F.embedding(tokens, table.to(dtype))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (tokens,) = ctx.saved_tensors
-        shape, dtype = ctx.table
-        total = torch.zeros(shape, dtype=dtype, device=gradient.device)
-        # Few rows at a time: their copy in the other dtype stays in the cache.
-        for ids, rows in zip(tokens.reshape(-1).split(256), gradient.flatten(0, -2).split(256), strict=True):
-            total.index_add_(0, ids, rows.to(dtype))
-        return total, None, None
-
-
 def _pull(read: Tensor, outputs: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
     """From the gradient of what was read to those of the outputs it was made of; None for the others."""
     return list(torch.autograd.grad(read, outputs, gradient, retain_graph=True, allow_unused=True))
+
+
+def find_cells(cell: str | Sequence[str], num_layers: int | None) -> list[type[Cell]]:
+    """The class of each layer's cell, from the bottom up: of one name L times, or of every name.
+
+    Raises:
+        UsageError: no such cell, or as many names as there are not layers.
+    """
+    names = [cell] if isinstance(cell, str) else list(cell)
+    if len(names) > 1 and num_layers not in (None, len(names)):
+        raise UsageError(f"{len(names)} cells are named for {num_layers} layers.")
+    return [cells.find(name) for name in (names * (num_layers or 1) if len(names) == 1 else names)]
+
+
+def _names(kinds: Sequence[type[Cell]]) -> str:
+    return " and ".join(dict.fromkeys(kind.__name__ for kind in kinds))
 
 
 def make_layers(
@@ -93,8 +86,9 @@ def make_layers(
         layers.append(kind(width, hidden_size, **taken))
         width = (width if dense else 0) + layers[-1].output_size * (2 if both_ways else 1)
     if options["activation"] != "tanh" and not any("activation" in kind.options for kind in kinds):
-        names = dict.fromkeys(kind.__name__ for kind in kinds)
-        raise UsageError(f"--model.activation is an option of the vanilla cell; --model.cell is {', '.join(names)}.")
+        raise UsageError(f"--model.activation is an option of the vanilla cell; --model.cell is {_names(kinds)}.")
+    if not options["bias"] and any("bias" not in kind.options for kind in kinds):
+        raise UsageError(f"--model.bias false: {_names([k for k in kinds if 'bias' not in k.options])} has its biases.")
     return layers
 
 
@@ -113,6 +107,9 @@ def reset_layers(
     Raises:
         UsageError: a bias is to be set and no cell has such a gate.
     """
+    if init == "identity" and not any(layer.recurrent_weight for layer in layers):
+        kinds = [type(layer) for layer in layers]
+        raise UsageError(f"--model.init identity is that of recurrent matrices; {_names(kinds)} has none.")
     for index, layer in enumerate(layers):
         layer.reset_parameters(init, fan_in if index == 0 else None)
     if forget_bias is None and chrono is None:
@@ -149,23 +146,6 @@ class RecurrentModel(nn.Module):
         UsageError: the options do not go together.
     """
 
-    options = (
-        "cell",
-        "hidden_size",
-        "num_layers",
-        "embedding_size",
-        "activation",
-        "bias",
-        "connections",
-        "dropout",
-        "weight_drop",
-        "zoneout",
-        "tie_embeddings",
-        "init",
-        "forget_bias",
-        "chrono",
-    )
-
     def __init__(
         self,
         vocabulary_size: int,
@@ -193,8 +173,7 @@ class RecurrentModel(nn.Module):
         self.zoneout = zoneout
         self.compute_dtype = torch.float32
         self.embedding = nn.Embedding(vocabulary_size, embedding_size) if embedding_size else None
-        names = [cell] if isinstance(cell, str) else list(cell)
-        kinds = [cells.find(name) for name in (names * (num_layers or 1) if len(names) == 1 else names)]
+        kinds = find_cells(cell, num_layers)
         self.layers = nn.ModuleList(
             make_layers(
                 kinds,
@@ -214,13 +193,36 @@ class RecurrentModel(nn.Module):
         if tie_embeddings:
             self._tie(width)
         if weight_drop and not any(layer.recurrent_weight for layer in self._cells()):
-            raise UsageError(f"--model.weight-drop acts on recurrent matrices; {', '.join(names)} has none.")
+            raise UsageError(f"--model.weight-drop acts on recurrent matrices; {_names(kinds)} has none.")
+        self._refuse_what_does_nothing()
+
+    def _refuse_what_does_nothing(self) -> None:
+        layers, option = self._cells(), f"--model.connections {self.connections}"
+        if self.connections == "dense" and len(layers) == 1:
+            raise UsageError(f"{option} joins layers; there is one. Stack some: --model.num-layers 3")
+        below = [0 if self.embedding is None else self.embedding.embedding_dim, *(x.output_size for x in layers)]
+        adding = [x.output_size == width and not x.reads_out for x, width in zip(layers, below, strict=False)]
+        if self.connections == "residual" and not any(adding):
+            raise UsageError(
+                f"{option} adds a layer's input to its output where both have one width; no layer here has that.\n"
+                "Stack several (--model.num-layers), or set --model.embedding-size to --model.hidden-size."
+            )
+        if self.dropout and layers[0].reads_out:
+            raise UsageError(
+                f"--model.dropout acts on outputs that something reads; those of {type(layers[0]).__name__} are the "
+                "logits."
+            )
 
     def _tie(self, width: int) -> None:
-        if self.head is None or self.embedding is None or self.embedding.embedding_dim != width:
+        if self.head is None:
+            raise UsageError(
+                f"--model.tie-embeddings makes one matrix of embedding and readout; {type(self._cells()[-1]).__name__} "
+                "has no readout."
+            )
+        if self.embedding is None or self.embedding.embedding_dim != width:
             raise UsageError(
                 "--model.tie-embeddings makes one matrix of embedding and readout, so --model.embedding-size\n"
-                f"has to be what the readout reads: {width} here (and the top cell has to have a readout)."
+                f"has to be what the readout reads: {width} here."
             )
         self.embedding.weight = self.head.weight
 
@@ -250,7 +252,7 @@ class RecurrentModel(nn.Module):
             zoneout = self._zoneout(layer, times.shape, state)
             with self._weight_drop(layer):
                 if by_table and not after:
-                    gates = _Gather.apply(self._table(), times, dtype)
+                    gates = inputs.gather(inputs.table(layer, self.embedding), times, dtype)
                     y, state = layer.scan(gates, state, keep, credit, zoneout)
                 else:
                     y, state = layer(stack.read(), state, keep, credit, zoneout)
@@ -310,10 +312,10 @@ class RecurrentModel(nn.Module):
         """
         rows = tokens.shape[0] * len(end_points)
         stack = self._stack(tokens.t(), self._wide())
-        inputs, gates, zoneouts = [], [], []
+        reads, gates, zoneouts = [], [], []
         for layer, state in zip(self._cells(), states, strict=True):
-            inputs.append(stack.read())
-            gates.append(layer.project(inputs[-1]))
+            reads.append(stack.read())
+            gates.append(layer.project(reads[-1]))
             zoneouts.append(None if not self.zoneout else self._mean_zoneout(tokens.t().shape, state))
             stack.add(layer.scan(gates[-1], state, zoneout=zoneouts[-1])[0])
         logits = self._read_out(stack)[end_points].transpose(0, 1)  # (B, m, V)
@@ -324,11 +326,11 @@ class RecurrentModel(nn.Module):
         upstream = upstream.reshape(tokens.shape[1], rows, -1)
         # How the layers are connected is linear and acts on each row by itself, so zeros will do to differentiate it.
         with torch.enable_grad():
-            zeros = inputs[0].new_zeros(*inputs[0].shape[:1], rows, inputs[0].shape[-1])
+            zeros = reads[0].new_zeros(*reads[0].shape[:1], rows, reads[0].shape[-1])
             twin = _Stack(self.connections, zeros, self.embedding is None)
-            reads = []
+            twins = []
             for output in stack.outputs:
-                reads.append(twin.read())
+                twins.append(twin.read())
                 twin.add(output.new_zeros(output.shape[0], rows, output.shape[-1], requires_grad=True))
             readout = _pull(twin.outputs[-1] if self.head is None else twin.top(), twin.outputs, upstream)
         outputs: list[Tensor | None] = list(readout)
@@ -339,8 +341,8 @@ class RecurrentModel(nn.Module):
             entering, gate_gradients = layer.state_gradients(gates[index], states[index], upstream, zoneouts[index])
             found.append(LayerGradients(entering, upstream, readout[index]))
             if index:
-                below = layer.input_gradients(inputs[index], gate_gradients)
-                for lower, gradient in enumerate(_pull(reads[index], twin.outputs[:index], below)):
+                below = layer.input_gradients(reads[index], gate_gradients)
+                for lower, gradient in enumerate(_pull(twins[index], twin.outputs[:index], below)):
                     if gradient is not None:
                         before = outputs[lower]
                         outputs[lower] = gradient if before is None else before + gradient
@@ -366,25 +368,16 @@ class RecurrentModel(nn.Module):
 
     def _embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """(…) to (…, D) in `dtype`."""
-        if self.embedding is None:
-            # F.one_hot would make eight bytes an entry first.
-            zeros = torch.zeros(*tokens.shape, self.vocabulary_size, dtype=dtype, device=tokens.device)
-            return zeros.scatter_(-1, tokens.unsqueeze(-1), 1)
-        return _Gather.apply(self.embedding.weight, tokens, dtype)
+        return inputs.embed(tokens, self.embedding, self.vocabulary_size, dtype)
 
     def _read_out(self, stack: _Stack) -> Tensor:
         """Logits: of the readout, or what the top cell has put out."""
         return stack.outputs[-1] if self.head is None else linear(stack.top(), self.head.weight, self.head.bias)
 
-    def _table(self) -> Tensor:
-        """The first layer's input gates for every symbol: (V, G)."""
-        first = self._cells()[0]
-        return first.table() if self.embedding is None else first.project(self.embedding.weight)
-
     def _by_table(self, count: int, masks: bool) -> bool:
         """Whether the first layer gathers its gates for `count` tokens from the table."""
         kernel = self._cells()[0].kernel(self._device(), self._dtype(), masks)
-        return kernel == "scan" and (self.embedding is None or self.vocabulary_size < count)
+        return inputs.by_table(self.embedding, self.vocabulary_size, count, kernel)
 
     def _zoneout(self, layer: Cell, times: Sequence[int], state: State) -> State | None:
         """The window's masks, a State of (T, B, H), drawn anew; their mean in evaluation."""

@@ -48,8 +48,6 @@ class WindowModel(nn.Module):
 
     bias: nn.Parameter | None
 
-    options = ("window", "hidden_size", "embedding_size", "activation", "bias", "dropout", "init")
-
     def __init__(
         self,
         vocabulary_size: int,

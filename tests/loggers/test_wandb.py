@@ -234,3 +234,18 @@ def test_an_infill_run_has_one_validation_figure(tmp_path: Path, real_text: str)
     assert not {"best/loss", "best/perplexity"} & summary.keys()
     started = next(r["run"] for r in records if r["type"] == "run")
     assert set(started["tags"]) == {"infill-lstm", "text", "first"}
+
+
+def test_a_corpus_with_a_long_name_is_no_obstacle(tmp_path: Path, real_text: str) -> None:
+    """W&B refuses tags of more than 64 characters, and the corpus is one."""
+    text = tmp_path / f"{'long' * 30}.txt"
+    text.write_text(real_text[:3000])
+    options = {
+        "runs_dir": str(tmp_path / "runs"),
+        "data": {"path": str(text), "cache_dir": str(tmp_path / "cache"), "batch_size": 2, "sequence_length": 8},
+        "model": {"hidden_size": 4, "cell": ["gru", "lstm", "vanilla", "gru_before", "mingru"]},
+        "train": {"max_steps": 2},
+        "gradients": {"every_steps": 0},
+        "logging": {"wandb": "offline"},
+    }
+    assert lmapp.train(options, quiet=True).metrics["state"] == "finished"

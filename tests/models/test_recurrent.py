@@ -11,11 +11,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import lmapp.cells
+import lmapp.models
 from lmapp.cells.lstm import LSTM
 from lmapp.cells.protocol import Cell, HiddenState
+from lmapp.config import _OPTIONS_OF_KINDS, ModelConfig
 from lmapp.errors import UsageError
-from lmapp.models import RecurrentModel, detach
-from lmapp.models.recurrent import _Gather
+from lmapp.models import InfillModel, RecurrentModel, WindowModel, detach
+from lmapp.models.inputs import gather
 
 CELLS = list(lmapp.cells.CELLS)
 TORCHS = ["vanilla", "lstm", "gru"]
@@ -119,7 +121,7 @@ def test_windows_join(stack):
 def test_the_same_seed_gives_the_same_bits(cell, dtype):
     runs = []
     for _ in range(2):
-        model = make(cell, dropout=0.5)
+        model = make(cell, dropout=0.0 if cell == "concatenated" else 0.5)
         model.compute_dtype = dtype
         tokens = torch.randint(11, (3, 7))
         logits, _ = model(tokens, model.initial_state(3))
@@ -205,7 +207,7 @@ def test_embedding_gradients_do_not_depend_on_the_table():
 def test_gathering_in_bf16_adds_up_in_fp32():
     table = torch.zeros(3, 2, requires_grad=True)
     tokens = torch.ones(64, 64, dtype=torch.int64)
-    _Gather.apply(table, tokens, torch.bfloat16).sum().backward()
+    gather(table, tokens, torch.bfloat16).sum().backward()
     assert table.grad.tolist() == [[0, 0], [4096, 4096], [0, 0]]
 
 
@@ -386,8 +388,61 @@ def test_weight_drop_leaves_out_recurrent_weights_for_a_window(cell):
     torch.testing.assert_close(model(tokens, model.initial_state(3))[0], twin(tokens, twin.initial_state(3))[0])
 
 
+def test_weight_drop_reaches_torchs_kernel():
+    model = make("lstm", weight_drop=0.5)
+    assert model.kernels(3, 7) == ["torch", "torch"]
+    tokens = torch.randint(11, (3, 7))
+    torch.manual_seed(3)
+    logits, _ = model(tokens, model.initial_state(3))
+    logits.square().sum().backward()
+    torch.manual_seed(3)
+    twin = copy.deepcopy(model).double()
+    twin.zero_grad()
+    with torch.no_grad():
+        masks = [F.dropout(torch.ones_like(layer.weight_hh).float(), 0.5).double() for layer in twin.layers]
+        for layer, mask in zip(twin.layers, masks, strict=True):
+            layer.weight_hh *= mask
+    twin.weight_drop = 0.0
+    expected, _ = twin(tokens, twin.initial_state(3))
+    expected.square().sum().backward()
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-5)
+    for ours, theirs, mask in zip(model.layers, twin.layers, masks, strict=True):
+        torch.testing.assert_close(ours.weight_hh.grad.double(), theirs.weight_hh.grad * mask, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"cell": "gru", "connections": "dense", "num_layers": 1}, "dense joins layers; there is one"),
+        ({"cell": "gru", "connections": "residual", "num_layers": 1}, "where both have one width; no layer here"),
+        ({"cell": "gru", "connections": "residual", "num_layers": 1, "embedding_size": 5}, "no layer here"),
+        ({"cell": ["gru", "concatenated"], "connections": "residual"}, "no layer here"),
+        ({"cell": "concatenated", "num_layers": 1, "dropout": 0.1}, "those of Concatenated are the logits"),
+        ({"cell": "concatenated", "num_layers": 1, "embedding_size": 8, "tie_embeddings": True}, "has no readout"),
+        ({"cell": ["mingru", "minlstm"], "init": "identity"}, "MinGRU and MinLSTM has none"),
+        ({"cell": "somewhere:Leaky", "bias": False}, "Leaky has its biases"),
+        ({"cell": ["gru", "lstm"], "num_layers": 3}, "2 cells are named for 3 layers"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(options, said, leaky):
+    with pytest.raises(UsageError, match=said):
+        RecurrentModel(11, hidden_size=8, **options)
+
+
+def test_residual_from_an_embedding_of_the_same_width_is_a_connection():
+    RecurrentModel(11, cell="gru", hidden_size=8, num_layers=1, embedding_size=8, connections="residual")
+
+
+def test_the_configuration_knows_which_kind_reads_which_option():
+    kinds = {"recurrent": RecurrentModel, "window": WindowModel, "infill": InfillModel}
+    for name in ModelConfig.__dataclass_fields__:
+        reading = tuple(kind for kind, network in kinds.items() if name in lmapp.models.options(network))
+        if name not in ("kind", "bidirectional", "mask_fraction"):
+            assert reading == _OPTIONS_OF_KINDS.get(name, tuple(kinds)), name
+
+
 def test_weight_drop_needs_a_recurrent_matrix():
-    with pytest.raises(UsageError, match=r"--model.weight-drop acts on recurrent matrices; mingru has none"):
+    with pytest.raises(UsageError, match=r"--model.weight-drop acts on recurrent matrices; MinGRU has none"):
         make("mingru", weight_drop=0.5)
     make(["mingru", "gru"], num_layers=None, weight_drop=0.5)
 
@@ -410,7 +465,8 @@ def test_zoneout_draws_a_mask_for_every_step(cell):
         rows.append(x if model.head is None else model.head(x))
     torch.testing.assert_close(logits, torch.stack(rows, 1), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(after, tuple(states), rtol=1e-10, atol=1e-12)
-    assert {mask.mean().item() for mask in masks[0]} != {0.0}
+    unmasked, _ = make(cell).double()(tokens, model.initial_state(3))
+    assert not torch.allclose(unmasked, logits)
 
 
 def test_memory_biases_reach_the_cells_that_have_one():
@@ -421,6 +477,7 @@ def test_memory_biases_reach_the_cells_that_have_one():
     forget, inputs = chrono.bias_ih[64:128], chrono.bias_ih[:64]
     assert forget.exp().max() <= 99
     assert forget.min() >= 0
-    assert torch.equal(inputs, -forget) or (inputs <= 0).all()
+    assert torch.equal(inputs, -forget)
+    assert not chrono.bias_hh[:128].any()
     with pytest.raises(UsageError, match=r"--model.chrono"):
         make("vanilla", chrono=10.0)
