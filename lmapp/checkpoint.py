@@ -12,7 +12,7 @@ import os
 import pickle
 import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def _is_complete(saved: dict[str, Any]) -> bool:
             "config": dict(),
             "vocabulary": str(),
             "corpus": {"name": str(), "key": str(), "fingerprint": str(), "facts": dict()},
-            "plan": {"precision": str(), "threads": int()},
+            "plan": {"precision": str(), "threads": int(), "sequence_length": int()},
             "progress": {"step": int(), "state": str(), "best": _},
             "states": _,
             "random": dict(),
@@ -115,16 +115,34 @@ def _is_complete(saved: dict[str, Any]) -> bool:
     return False
 
 
+def outside_modules(cells: Sequence[str]) -> list[str]:
+    """The modules that hold those of the cells so named which are from outside lmapp."""
+    modules = [name.partition(":")[0] for name in cells if ":" in name]
+    return list(dict.fromkeys(module for module in modules if not module.startswith("lmapp.")))
+
+
+def import_options(cells: Sequence[str]) -> str:
+    """What a command takes for a checkpoint with these cells, after its name: ` --import own`, or nothing."""
+    return "".join(f" --import {module}" for module in outside_modules(cells))
+
+
 def _refuse_code(path: Path, saved: dict[str, Any]) -> None:
     """A cell from outside lmapp is code that would be imported by its name: only what already is may be used."""
-    match saved:
-        case {"config": {"model": {"cell": str(cell)}}} if ":" in cell:
-            module = cell.partition(":")[0]
-            if module not in sys.modules and not module.startswith("lmapp."):
-                raise CheckpointError(
-                    f"{path} uses the cell {cell}, which is code from outside lmapp, so it was not opened.\n"
-                    f"If you trust it: import {module} in Python first, then lmapp.load."
-                )
+    model = saved["config"].get("model")
+    cell = model.get("cell", []) if isinstance(model, dict) else []
+    cells = [cell] if isinstance(cell, str) else cell
+    if not isinstance(cells, list | tuple) or not all(isinstance(name, str) for name in cells):
+        raise CheckpointError(f"{path} is no complete checkpoint of lmapp: its cells have no names.")
+    unknown = list(dict.fromkeys(n for n in cells if any(m not in sys.modules for m in outside_modules([n]))))
+    for name in unknown:
+        # What is to be copied into a command can be no more than a name.
+        if not all(part.isidentifier() for part in name.replace(":", ".", 1).split(".")):
+            raise CheckpointError(f"{path} is no complete checkpoint of lmapp: {name!r} names no cell.")
+    if unknown:
+        raise CheckpointError(
+            f"{path} was not opened, for the code of {' and '.join(unknown)} is not lmapp's own: if you trust it, "
+            f"add{import_options(unknown)}\nIn Python, import {', '.join(outside_modules(unknown))} first."
+        )
 
 
 def _reason(error: Exception) -> str:

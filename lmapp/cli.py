@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NoReturn
 from cyclopts import UNSET, App, ArgumentCollection, CycloptsError, Parameter
 from cyclopts.exceptions import CoercionError, MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
+from lmapp import cells
 from lmapp import config as configuration
 from lmapp.config import Config
 from lmapp.errors import LmappError, UsageError
@@ -111,6 +112,11 @@ Integer = Annotated[int, Parameter(converter=_whole_number)]
 Number = Annotated[float, Parameter(converter=_number)]
 # A text may begin with a hyphen, as a line of dialogue does.
 Prompt = Annotated[str, Parameter(allow_leading_hyphen=True)]
+Imports = Annotated[
+    list[str] | None,
+    # One value each, so that what follows it is the checkpoint.
+    Parameter(name="--import", consume_multiple=False, help="A module that holds a cell of your own (repeatable)."),
+]
 Json = Annotated[bool, Parameter(name="--json", help="Print one JSON document and nothing else.")]
 RunsDir = Annotated[str, Parameter(converter=_text, help="Where runs are looked up by name.")]
 DataPath = Annotated[list[str] | None, Parameter(name="--data.path", help="Files or globs of text to use.")]
@@ -125,6 +131,7 @@ def train(
     *configs: str,
     config: Annotated[Config, Parameter(name="*")] = Config(),  # noqa: B008
     resume: str | None = None,
+    import_: Imports = None,
 ) -> None:
     """Train a model; later files and options win.
 
@@ -133,6 +140,7 @@ def train(
         resume: A run to go on with exactly; only limits and logging may be changed.
     """
     given = dict(_given)
+    _import(import_)
     if resume is not None:
         if configs:
             raise UsageError("--resume takes the run's own configuration: leave out the configuration files.")
@@ -152,6 +160,10 @@ def train(
         configuration.build(content, source=path)
         options = configuration.merge(options, content)
     checked = configuration.build(configuration.merge(options, given))
+    for name in checked.model.cell:
+        if ":" in name:
+            with cells.searching_here():
+                cells.find(name)
     from lmapp.run import train as start
 
     start(checked)
@@ -169,6 +181,7 @@ def generate(
     stop: list[str] | None = None,
     samples: Integer = 1,
     seed: Integer | None = None,
+    import_: Imports = None,
     runs_dir: RunsDir = "runs",
     json_: Json = False,
 ) -> None:
@@ -185,6 +198,7 @@ def generate(
         samples: Texts to write.
         seed: The same seed gives the same text; by default another one every time.
     """
+    _import(import_)
     from lmapp.inference import load
     from lmapp.inference.generation import Sampling
 
@@ -217,6 +231,7 @@ def evaluate(
     path: DataPath = None,
     corpus: Corpus = None,
     split: Literal["train", "validation", "test"] = "validation",
+    import_: Imports = None,
     cache_dir: CacheDir = None,
     runs_dir: RunsDir = "runs",
     json_: Json = False,
@@ -227,6 +242,7 @@ def evaluate(
         checkpoint: A file, a run's directory or a run's name.
         split: Of the run's own text.
     """
+    _import(import_)
     from lmapp.inference import load
     from lmapp.inference.infill import InfillEvaluation
 
@@ -254,6 +270,7 @@ def infill(
     text: Prompt | None = None,
     *,
     mask: Prompt = "_",
+    import_: Imports = None,
     runs_dir: RunsDir = "runs",
     json_: Json = False,
 ) -> None:
@@ -267,6 +284,7 @@ def infill(
         text: A mask stands in the place of each missing character; - or none reads standard input.
         mask: What marks a place: one character, for one of the alphabet's (never one that has to be spelt in bytes).
     """
+    _import(import_)
     from lmapp.inference import load
 
     given = _standard_input() if text is None or text == "-" else text
@@ -302,6 +320,7 @@ def gradients(
     max_lag: Integer | None = None,
     windows: Integer = 8,
     png: str = "gradients.png",
+    import_: Imports = None,
     cache_dir: CacheDir = None,
     runs_dir: RunsDir = "runs",
     json_: Json = False,
@@ -322,6 +341,7 @@ def gradients(
         raise UsageError(f"--windows is a whole number at least 1, not {windows}.")
     if not Path(png).name:
         raise UsageError(f"--png is the name of a file to write, not {png!r}.")
+    _import(import_)
     from lmapp import laboratory
 
     measured = laboratory.measure_checkpoints(
@@ -371,6 +391,13 @@ def compare(
     console = Console(highlight=False)
     for table in comparison.tables(console.width):
         console.print(table)
+
+
+def _import(modules: Sequence[str] | None) -> None:
+    """Import what --import names, before anything is read."""
+    for module in modules or ():
+        with cells.searching_here():
+            cells.import_module(module, f"--import {module}: it")
 
 
 def _print_json(document: Any) -> None:

@@ -196,7 +196,7 @@ class GradientsConfig:
     every_steps: Steps = 500
     """Measure before the first step, every so many steps and at the end; 0 turns it off."""
     max_lag: Annotated[int, Bounds(low=2)] | None = None
-    """K, the longest lag. By default twice the truncation length, of whole rows at most 512."""
+    """K, the longest lag. By default twice the steps that a loss looks back at most, and no more than 512."""
     windows: Count = 8
     """Windows of validation text it is measured on."""
 
@@ -429,13 +429,35 @@ def _check_truncation(config: Config) -> None:
         raise UsageError(f"--train.stride is an option of --train.bptt sliding, which is {train.bptt}.")
     if train.keep_probability is not None and train.bptt != "randomised":
         raise UsageError(f"--train.keep-probability is an option of --train.bptt randomised, which is {train.bptt}.")
+    if train.stride > data.sequence_length:
+        raise UsageError(
+            f"--train.stride {train.stride} is longer than the window, --data.sequence-length {data.sequence_length}: "
+            "losses of two windows\ncannot look back together."
+        )
+    if tau is not None and train.keep_probability is not None:
+        raise UsageError(
+            "--train.truncation-length and --train.keep-probability exclude each other: under --train.bptt "
+            "randomised\nboth set the chance that the gradient passes a step."
+        )
     if tau is not None and train.bptt == "full":
         raise UsageError("--train.bptt full cuts nowhere: leave out --train.truncation-length.")
-    if tau is not None and train.bptt == "block" and tau > data.sequence_length:
+    if tau is not None and train.bptt in ("block", "randomised") and tau > data.sequence_length:
         raise UsageError(
             f"--train.truncation-length {tau} is longer than the window, --data.sequence-length "
-            f"{data.sequence_length}: block truncation cuts\nat every window. Raise the sequence length, or look "
-            "further back with --train.bptt sliding."
+            f"{data.sequence_length}: {train.bptt} truncation cuts\nat every window. Raise the sequence length, or "
+            "look further back with --train.bptt sliding."
+        )
+    if not train.carry_state and train.bptt in ("sliding", "full"):
+        why = (
+            "sliding looks back\ninto the windows before, of which nothing is kept then."
+            if train.bptt == "sliding"
+            else "full reads a row's\nwhole text in one window, so nothing is carried."
+        )
+        raise UsageError(f"--train.carry-state false goes with --train.bptt block and randomised: {why}")
+    if not train.carry_state and config.model.kind == "infill":
+        raise UsageError(
+            "--train.carry-state is an option of kinds recurrent and window; --model.kind infill reads each window "
+            "by itself."
         )
     if train.bptt == "randomised" and train.keep_probability is None and (tau or data.sequence_length) == 1:
         raise UsageError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ from lmapp.errors import LmappError, UsageError
 from lmapp.experiments.draw import NamedCurve, draw_decay
 from lmapp.gradients.decay import (
     Decay,
-    Truncation,
     cut_recurrence_warning,
     measure,
+    not_defined,
     probe_shape,
     probe_windows,
     verdict,
 )
+from lmapp.gradients.truncation import Truncation
 from lmapp.inference import load
 from lmapp.models import RecurrentModel
 from lmapp.training.truncation import resolve
@@ -81,7 +82,7 @@ def measure_checkpoints(
     Args:
         names: files, run directories or names of runs.
         paths: the text's files.
-        max_lag: K; by default twice each run's truncation length (of whole rows at most 512).
+        max_lag: K; by default twice the steps that a loss of each run looks back at most, and no more than 512.
         windows: of text, the same at every call.
         runs_dir: where names of runs are looked up.
         cache_dir: where encoded text is kept.
@@ -92,21 +93,20 @@ def measure_checkpoints(
     measured = []
     for language in [load(name, runs_dir=runs_dir) for name in names]:
         if not isinstance(language.model, RecurrentModel):
-            kind = "a window" if language.config.model.kind == "window" else "an infill"
-            raise UsageError(
-                f"{language.path} is {kind} model. Gradient decay is that of a state carried from left to right, "
-                "which it does not have."
-            )
+            why = not_defined(language.config.model.kind)
+            raise UsageError(f"{language.path} has no gradient decay: {why}.")
         text = language.text(paths, cache_dir=cache_dir)
         if len(text.ids) < 2 and not paths:  # there was no validation: the run itself measured on this
             text = language.text(split="train", cache_dir=cache_dir)
-        truncation = resolve(language.config.train, language.saved["plan"]["sequence_length"])
+        plan = language.saved["plan"]
+        # The plan knows what τ came to on the text of the training, whose rows are not known here.
+        truncation = replace(resolve(language.config.train, plan["sequence_length"]), length=plan["truncation_length"])
         shape, note = probe_shape(
             len(text.ids),
             0,
             truncation_length=truncation.length,
             windows=windows,
-            max_lag=truncation.max_lag if max_lag is None else max_lag,
+            max_lag=max_lag,
             look_back=truncation.look_back,
         )
         if shape is None:

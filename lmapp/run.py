@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import re
 import shutil
 import signal
-import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,27 +23,26 @@ import lightning
 import torch
 import yaml
 from rich.console import Console
-from rich.table import Table
 
-from lmapp import checkpoint
+from lmapp import checkpoint, describe
 from lmapp.callbacks.clipping import ClipEvents
 from lmapp.callbacks.decay import DecayProbe
 from lmapp.callbacks.metrics import TrainingFigures
 from lmapp.callbacks.progress import ProgressDisplay
 from lmapp.callbacks.samples import InfillSamples, Samples
 from lmapp.config import RESUMABLE, Config, build, differences, merge, option_name, read_yaml
-from lmapp.data.batches import RowBatches
 from lmapp.data.datamodule import TextDataModule
+from lmapp.data.encoded import EncodedCorpus
 from lmapp.errors import LmappError, UsageError
-from lmapp.gradients.decay import Truncation, cut_recurrence_warning, probe_shape, probe_windows, verdict
+from lmapp.gradients.decay import ProbeShape, not_defined, probe_shape, probe_windows
 from lmapp.loggers import wandb as wandb_runs
 from lmapp.loggers.records import SUMMARY, LocalLogger, Records
-from lmapp.models import InfillModel, Network, RecurrentModel, make_model
+from lmapp.models import InfillModel, Network, make_model
 from lmapp.training import memory, plan
 from lmapp.training.infill import InfillModule
 from lmapp.training.module import LanguageModule
 from lmapp.training.saving import EndOfStep, SafeCheckpointIO, keep_as_best
-from lmapp.training.truncation import resolve, work
+from lmapp.training.truncation import kernels, resolve
 from lmapp.training.validation import InfillValidation, Validation
 
 COMPLETE = "complete"
@@ -98,7 +94,7 @@ def train(
         LmappError: the text cannot be had, the disk is full, the gradients stay non-finite.
         Interrupted: by Ctrl-C; the run is saved.
     """
-    console = _Console(quiet=quiet, highlight=False)
+    console = describe.Console(quiet=quiet, highlight=False)
     console.soft_wrap = not console.is_terminal  # in a pipe a line stays one line
     if resume is not None:
         if source is not None:
@@ -171,21 +167,24 @@ class _Assembly:
             make_model(2, config.model)  # refuses what does not go together before the text is read
         if self.directory is None:
             _check_name(config)
-        device = _device(config.train.device)
-        if saved:
-            torch.set_num_threads(saved["plan"]["threads"])
+        with _threads(saved["plan"]["threads"] if saved else None):
+            return self._run(_device(config.train.device))
+
+    def _run(self, device: torch.device) -> Run:
+        config, saved = self.config, self.saved
         data = self._open_data()
-        batches = data.train_dataloader()
-        self.truncation = resolve(config.train, batches.sequence_length)
-        _check_weights(config, len(data.vocabulary), device)
+        corpus, batches = data.corpus, data.train_dataloader()
+        assert corpus is not None
+        self.truncation = resolve(config.train, batches.sequence_length, batches.longest)
+        memory.check_weights(config, len(data.vocabulary), device)
         torch.manual_seed(config.seed)
         model = make_model(len(data.vocabulary), config.model).to(device)
         precision = saved["plan"]["precision"] if saved else _precision(config.train.precision, device)
         model.compute_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-        self.need = memory.needed(
-            model, self.truncation, batches.batch_size, batches.sequence_length, config.train.carry_state
-        )
-        _check_memory(self.need, self.truncation, batches, device)
+        self.probe_shape, self.probe_note = self._probe_shape(corpus)
+        shape = batches.batch_size, batches.sequence_length, batches.longest
+        self.need = memory.needed(model, config.train, self.truncation, *shape, self.probe_shape)
+        memory.check(self.need, config, self.truncation, batches, self.probe_shape, device)
         if self.directory is None:
             self.directory = _make_directory(config, data.corpus_name)
         with _sole_writer(self.directory):
@@ -196,6 +195,7 @@ class _Assembly:
     ) -> Run:
         config, saved, corpus, batches = self.config, self.saved, data.corpus, data.train_dataloader()
         assert corpus is not None
+        shape = batches.batch_size, batches.sequence_length, batches.longest
         self.extras: dict[str, Any] = {
             "version": checkpoint.VERSION,
             "config": config.as_dict(),
@@ -208,9 +208,10 @@ class _Assembly:
             },
             "plan": {
                 "precision": precision,
-                "kernels": self._kernels(model, batches),
+                "kernels": kernels(model, self.truncation, *shape),
                 "threads": torch.get_num_threads(),
                 "device": device.type,
+                "cpu": _cpu(),
                 "batch_size": batches.batch_size,
                 "sequence_length": batches.sequence_length,
                 "bptt": self.truncation.mode,
@@ -226,7 +227,7 @@ class _Assembly:
         records = Records(directory)
         if saved:
             self._take_up(saved, records)
-        probe = self._probe(data, records)
+        probe = self._probe(corpus, records)
         self._describe(data, module)
         wandb_run, written = self._open_wandb(data.corpus_name)
         loggers: list[Any] = [LocalLogger(records)]
@@ -268,25 +269,19 @@ class _Assembly:
             return InfillModule(model, self.config, self.truncation, steps, self.extras, starts)
         return LanguageModule(model, self.config, self.truncation, steps, self.extras)
 
-    def _kernels(self, model: Network, batches: RowBatches) -> list[str]:
-        """What each layer runs on in a whole window that has others before it."""
-        steps = work(self.truncation, batches.sequence_length, self.config.train.carry_state)
-        if self.truncation.masks:
-            assert isinstance(model, RecurrentModel)
-            return model.kernels(batches.batch_size, steps, masks=True)
-        return model.kernels(batches.batch_size, steps)
-
     def _take_up(self, saved: Mapping[str, Any], records: Records) -> None:
         """Bring a resumed run's files back to its checkpoint, and say where it will not be bit for bit the same."""
         for name in records.cut_back(saved["records"]):
             self._say(f"{records.directory / name} lacks lines that the checkpoint knows of.")
         _write_config(records.directory, self.config)
         now, then = self.extras, saved
+        # Which processor there is decides how the products of a CPU are computed, and their last bits.
+        plan_names = ("device", "kernels", "cpu") if now["plan"]["device"] == "cpu" else ("device", "kernels")
         changed = [
             f"{name} {then[part][name]} is {now[part][name]} now"
-            for part, names in (("plan", ("device", "kernels", "threads")), ("versions", ("lmapp", "torch")))
+            for part, names in (("plan", plan_names), ("versions", ("lmapp", "torch")))
             for name in names
-            if now[part][name] != then[part][name]
+            if now[part][name] != then[part].get(name, now[part][name])
         ]
         if changed:
             self._say(f"Going on, but not bit for bit: {'; '.join(changed)}.")
@@ -313,7 +308,7 @@ class _Assembly:
     # The parts --------------------------------------------------------------------------------------------------------
 
     def _open_data(self) -> TextDataModule:
-        with _encoding_progress(self.console) as progress:
+        with describe.encoding_progress(self.console) as progress:
             whole_rows = self.config.train.bptt == "full"
             data = TextDataModule(self.config.data, progress=progress, say=self._say, whole_rows=whole_rows)
             if self.saved:
@@ -342,31 +337,29 @@ class _Assembly:
             )
         return total
 
-    def _probe(self, data: TextDataModule, records: Records) -> DecayProbe | None:
-        """The gradient-decay callback, if it is on and the text is long enough."""
-        corpus, settings = data.corpus, self.config.gradients
-        assert corpus is not None
-        self.probe_note = ""
+    def _probe_shape(self, corpus: EncodedCorpus) -> tuple[ProbeShape | None, str]:
+        """Where gradient decay is measured, if it is on and the text is long enough, and what is to be said of it."""
+        settings = self.config.gradients
         if settings.every_steps == 0:
-            return None
+            return None, ""
         if self.config.model.kind != "recurrent":
-            self.probe_note = (
-                "no gradient decay is measured: it is that of a state carried from left to right, "
-                f"which {'a window' if self.config.model.kind == 'window' else 'an infill'} model does not have"
-            )
-            return None
-        shape, self.probe_note = probe_shape(
+            return None, f"no gradient decay is measured: {not_defined(self.config.model.kind)}"
+        return probe_shape(
             len(corpus.validation),
             len(corpus.train),
             truncation_length=self.truncation.length,
             windows=settings.windows,
-            max_lag=self.truncation.max_lag if settings.max_lag is None else settings.max_lag,
+            max_lag=settings.max_lag,
             look_back=self.truncation.look_back,
         )
+
+    def _probe(self, corpus: EncodedCorpus, records: Records) -> DecayProbe | None:
+        shape = self.probe_shape
         if shape is None:
             return None
         ids = corpus.validation if shape.source == "validation" else corpus.train
-        return DecayProbe(probe_windows(ids, shape, self.config.seed), shape, settings.every_steps, records)
+        windows = probe_windows(ids, shape, self.config.seed)
+        return DecayProbe(windows, shape, self.config.gradients.every_steps, records)
 
     def _callbacks(self, data: TextDataModule, records: Records, probe: DecayProbe | None) -> list[lightning.Callback]:
         """In the order of a step's end: events, figures, validation, decay, sample, display, logging and saving."""
@@ -411,9 +404,8 @@ class _Assembly:
         assert self.directory is not None
         settings = self.config.logging
         mode, why = wandb_runs.choose_mode(settings.wandb)
-        self._line(
-            "W&B", f"{mode} ({why})" + ("" if mode != "offline" else f"; look with: wandb leet {self.directory}/wandb")
-        )
+        look = "" if mode != "offline" else f"; look with: wandb leet {self.directory}/wandb"
+        describe.line(self.console, "W&B", f"{mode} ({why}){look}")
         run = wandb_runs.open_run(
             self.directory,
             mode=mode,
@@ -434,127 +426,29 @@ class _Assembly:
     # What is said -----------------------------------------------------------------------------------------------------
 
     def _say(self, message: str) -> None:
-        self.console.print(f"[yellow]note[/]        {_escape(message)}")
-
-    def _line(self, name: str, text: str) -> None:
-        self.console.print(f"[bold]{name:<11}[/] {_escape(text)}")
+        describe.note(self.console, message)
 
     def _describe(self, data: TextDataModule, module: LanguageModule) -> None:
         """What was understood, before the first step."""
-        config, corpus, batches = self.config, data.corpus, data.train_dataloader()
-        assert corpus is not None
-        facts, how = corpus.facts, self.extras["plan"]
-        source = ", ".join(config.data.path) if config.data.path else f"{config.data.corpus} (a named corpus)"
-        self._line("corpus", f"{source}: {facts['characters']:,} characters in {_count(facts['files'], 'file')}")
-        boms = f"; {_count(facts['boms_removed'], 'byte-order mark')} removed" if facts["boms_removed"] else ""
-        self._line("text", f"{config.data.encoding}, line ends kept as they are{boms}")
-        fallback = " and 256 byte symbols, so that any text can be written" if facts["byte_fallback"] else ""
-        self._line("alphabet", f"{_count(facts['alphabet'], 'character')}{fallback}")
-        unseen = facts["unseen_validation"] + facts["unseen_test"]
-        if unseen:
-            self._say(
-                f"{_count(unseen, 'character')} of validation and test ({len(facts['unseen'])} distinct) never occur "
-                "in the training text and are written as bytes."
-            )
-        held_out = (
-            f"validation {facts['validation_characters']:,} "
-            + ("(the last tenth" if config.data.val_fraction is None else f"(a share of {config.data.val_fraction:g}")
-            + (", at most 1,000,000)" if facts["validation_capped"] else ")")
-            if facts["validation_characters"]
-            else "validation is off"
-        )
-        test = f", test {facts['test_characters']:,}" if facts["test_characters"] else ""
-        self._line("splits", f"train {facts['train_characters']:,}, {held_out}{test}")
-        if config.data.val_fraction is None and not facts["validation_characters"]:
-            self._say("The text is too short for a validation split.")
-        self._line(
-            "baselines",
-            f"{self._baselines(facts)} on the {facts['baseline_split']} split",
-        )
-        model = config.model
-        shape = {
-            "recurrent": f"{len(model.cells)} × {model.hidden_size}",
-            "window": f"of {_count(model.window, 'character')} × {model.hidden_size}",
-            "infill": f"{len(model.cells)} × {model.hidden_size} each way",
-        }[model.kind]
-        inputs = f"embedding of {model.embedding_size}" if model.embedding_size else "one-hot input"
-        self._line(
-            "model",
-            f"{model.label} {shape}, {inputs}, {self.extras['parameters']:,} parameters, "
-            f"{model.init} start, seed {config.seed}",
-        )
-        rows, length = _count(batches.batch_size, "row"), _count(batches.sequence_length, "character")
-        carried = "state carried on" if config.train.carry_state else "state reset at every window"
-        if model.kind == "infill":
-            carried = f"each window by itself, {100 * model.mask_fraction:g} % of it masked"
-        if self.truncation.mode == "full":
-            carried = "each row's whole text at once (--data.sequence-length is not read)"
-        self._line("batches", f"{rows} × {length}, {_count(len(batches), 'step')} a pass, {carried}")
-        self._describe_truncation(batches)
-        if self.truncation.mode == "full":
-            memory_left = memory.available(torch.device(how["device"]))
-            there = "" if memory_left is None else f"; {_size(memory_left)} are available"
-            self._line("memory", f"about {_size(self.need.total)}, {_size(self.need.step)} of it for the step{there}")
-        why = " (native here)" if how["precision"] == "bf16" and how["device"] == "cpu" else ""
-        self._line(
-            "device",
-            f"{how['device']}, {_count(how['threads'], 'thread')}, {how['precision']} products{why}, "
-            f"kernel {' + '.join(how['kernels'])}",
-        )
+        config, console, facts, batches = self.config, self.console, self._facts(), data.train_dataloader()
+        describe.text(console, config, facts)
+        describe.network(console, config, self.extras["parameters"])
+        describe.steps(console, config, batches, self.truncation, self.need, self.extras["plan"])
         if self.probe_note:
             self._say(self.probe_note[0].upper() + self.probe_note[1:] + ".")
+        total, done = module.progress.total_steps, None
         if self.saved:
-            done = self.saved["progress"]
-            total = module.new_total if self.replan else done["total_steps"]
-            self._line(
-                "plan",
-                f"goes on after step {done['step']:,} of {total:,}"
-                if total
-                else f"goes on after step {done['step']:,}",
-            )
-        elif module.progress.total_steps is not None:
-            self._line("plan", f"{module.progress.total_steps:,} steps")
-        else:
-            limit = plan.minutes(config.train)
-            self._line("plan", f"{limit:g} minutes of training, turned into steps after {plan.TIMED_STEPS} of them")
-        self._line("run", f"{self.directory}")
+            done = self.saved["progress"]["step"]
+            total = module.new_total if self.replan else self.saved["progress"]["total_steps"]
+        describe.limits(console, config.train, total, done)
+        describe.line(console, "run", f"{self.directory}")
 
-    def _describe_truncation(self, batches: RowBatches) -> None:
-        """Where the gradient is cut, unless that is where the windows begin."""
-        cut, asked = self.truncation, self.config.train.truncation_length
-        match cut.mode:
-            case "full":
-                self._line("gradient", "cut nowhere")
-            case "sliding":
-                more = f" to {cut.look_back[1]:,}" if cut.stride > 1 else ""
-                length = batches.sequence_length
-                times = work(cut, length, self.config.train.carry_state) / length
-                self._line(
-                    "gradient",
-                    f"every loss looks back {cut.length:,}{more} steps, for about {times:.3g} times the work of block",
-                )
-            case "randomised":
-                self._line(
-                    "gradient",
-                    f"passes a step with probability {cut.keep_probability:.4g}, then made up for; "
-                    f"looks back {cut.mean_look_back:.3g} steps in the mean",
-                )
-            case "block" if cut.length < batches.sequence_length:
-                self._line("gradient", f"cut every {cut.length:,} steps")
-            case "block" if asked is not None and asked > cut.length:
-                self._say(
-                    f"--train.truncation-length {asked} is longer than the windows that the text allows: "
-                    f"the gradient is cut every {cut.length} steps."
-                )
-
-    def _baselines(self, facts: Mapping[str, Any]) -> str:
-        """What counting characters comes to. A masked one has two neighbours: a bigram knows but the left one."""
-        if self.config.model.kind == "infill":
-            return f"unigram {facts['unigram_bits'] * math.log(2):.4f} nats per character"
-        return f"unigram {facts['unigram_bits']:.3f}, bigram {facts['bigram_bits']:.3f} bits per character"
+    def _facts(self) -> Mapping[str, Any]:
+        facts: Mapping[str, Any] = self.extras["corpus"]["facts"]
+        return facts
 
     def _summary(self, module: LanguageModule) -> dict[str, Any]:
-        progress, facts = module.progress, self.extras["corpus"]["facts"]
+        progress, facts = module.progress, self._facts()
         return {
             "state": progress.state,
             "best": progress.best,
@@ -579,12 +473,13 @@ class _Assembly:
         assert directory is not None
         summary = self._summary(module)
         saved = (directory / "checkpoints" / checkpoint.LAST).is_file()
-        way_on = f"Go on with: lmapp train --resume {_name(directory, self.config)}"
+        imports = checkpoint.import_options(self.config.model.cells)
+        way_on = f"Go on with: lmapp train --resume {_name(directory, self.config)}{imports}"
         if progress.state == "stopped":
             kept = f"The last checkpoint is whole: {directory / 'checkpoints'}." if saved else "Nothing was saved yet."
             in_a_row = progress.nonfinite_in_a_row
             what = (
-                f"{_count(in_a_row, 'gradient')} in a row not finite"
+                f"{memory.count(in_a_row, 'gradient')} in a row not finite"
                 if in_a_row >= self.config.train.max_nonfinite
                 else "the network's weights are not finite any more"
             )
@@ -592,50 +487,13 @@ class _Assembly:
                 f"Training stopped at step {progress.step:,}: {what}.\n"
                 f"{kept}\nTry a lower --train.learning-rate or --train.clip-norm; clip_events.jsonl has the texts."
             )
-        table = Table(title=f"{directory}", title_justify="left", show_header=False, title_style="bold")
-        table.add_column(style="bold")
-        table.add_column()
-        rows = [("best validation", progress.best), ("last validation", progress.last)]
-        if progress.best == progress.last:
-            rows = [("best and last", progress.best)]
-        for title, row in rows:
-            if row is not None:
-                figures = (
-                    f"{row['val/infill_loss']:.4f} nats per masked character"
-                    if "val/infill_loss" in row
-                    else f"{row['val/loss']:.4f} nats, perplexity {row['val/perplexity']:.3f}, "
-                    f"{row['val/bits_per_char']:.4f} bits per character"
-                )
-                table.add_row(title, f"{figures} (step {int(row['step']):,})")
-        table.add_row("baselines", self._baselines(summary))
-        table.add_row(
-            "training",
-            f"{progress.step:,} steps, {progress.characters:,} characters, {progress.seconds:.4g} s, "
-            f"{progress.characters / max(progress.seconds, 1e-9):,.0f} characters/s",
-        )
-        share = 100 * progress.clip_events / max(1, progress.step)
-        table.add_row("clipping", f"{progress.clip_events:,} of {progress.step:,} gradients clipped ({share:.1f} %)")
-        if progress.nonfinite_events:
-            table.add_row("non-finite", f"{progress.nonfinite_events:,} gradients discarded")
-        if probe is not None and probe.latest is not None:
-            when = "" if probe.latest_step == progress.step else f" (measured at step {probe.latest_step:,})"
-            table.add_row("half-life", f"{probe.latest.curve().half_life} steps of the gradient{when}")
-        self.console.print(table)
-        if probe is not None and probe.latest is not None:
-            warning = cut_recurrence_warning(probe.latest)
-            if warning:
-                self._say(warning)
-            self.console.print(_escape(verdict(probe.latest, self.truncation)))
+        decay, measured = (None, 0) if probe is None else (probe.latest, probe.latest_step)
+        describe.figures(self.console, f"{directory}", self.config, summary, progress, decay, measured)
+        if decay is not None:
+            describe.cost(self.console, decay, self.truncation)
         if progress.state == "interrupted":
             raise Interrupted(f"Interrupted at step {progress.step:,} and saved.\n{way_on}")
-        name = _name(directory, self.config)
-        ways_on = {
-            "recurrent": ("generate", "evaluate", "gradients", "compare"),
-            "window": ("generate", "evaluate", "compare"),
-            "infill": ("infill", "evaluate", "compare"),
-        }
-        for command in ways_on[self.config.model.kind]:
-            self.console.print(f"  lmapp {command} {name}")
+        describe.ways_on(self.console, self.config.model.kind, _name(directory, self.config), imports)
         return Run(directory, summary)
 
 
@@ -657,21 +515,29 @@ def _flat(summary: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
-
-
 def _device(wanted: str) -> torch.device:
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise UsageError("--train.device is cuda, but no CUDA device can be used here. Try --train.device cpu.")
     return torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and available) else "cpu")
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    """So many threads for a while, if a number is given; the caller's own number afterwards."""
+    before = torch.get_num_threads()
+    if number is not None:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _cpu() -> str:
+    """What decides which products a CPU computes, and so their last bits."""
+    onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return f"{torch.backends.cpu.get_cpu_capability()}{' with oneDNN' if onednn else ' without oneDNN'}"
 
 
 def _precision(wanted: str, device: torch.device) -> str:
@@ -681,44 +547,6 @@ def _precision(wanted: str, device: torch.device) -> str:
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "fp32"
-
-
-def _check_weights(config: Config, vocabulary_size: int, device: torch.device) -> None:
-    """Refuse a network that cannot fit, before it is made."""
-    with torch.device("meta"):
-        model = make_model(vocabulary_size, config.model)
-    need, there = memory.weights(model), memory.available(device)
-    if there is not None and need > there:
-        parameters = sum(p.numel() for p in model.parameters())
-        raise UsageError(
-            f"This needs at least {_size(need)} of memory ({parameters:,} parameters); {_size(there)} are available.\n"
-            "Try a smaller --model.hidden-size or --model.num-layers."
-        )
-
-
-def _check_memory(need: memory.Need, truncation: Truncation, batches: RowBatches, device: torch.device) -> None:
-    """Refuse a step that cannot fit before the system starts to kill processes for it."""
-    there = memory.available(device)
-    if there is None or need.total <= there:
-        return
-    smaller = "--model.hidden-size, --data.batch-size or --data.sequence-length"
-    match truncation.mode:
-        case "full":
-            ways = "It grows with the text: use less of it, a smaller --model.hidden-size, or another --train.bptt."
-        case "sliding":
-            ways = f"Try a larger --train.stride, or a smaller --train.truncation-length, {smaller}."
-        case _:
-            ways = f"Try a smaller {smaller}."
-    raise UsageError(
-        f"This needs about {_size(need.total)} of memory, {_size(need.step)} of it for a step of --train.bptt "
-        f"{truncation.mode} on\n{_count(batches.batch_size, 'row')} of {_count(batches.sequence_length, 'character')}; "
-        f"{_size(there)} are available.\n{ways}"
-    )
-
-
-def _size(count: int) -> str:
-    """Bytes as people read them."""
-    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
 
 
 def _ended_too_soon(directory: Path) -> str:
@@ -744,6 +572,7 @@ def _check_name(config: Config) -> None:
         raise UsageError(
             f"The run {directory} exists and is not overwritten.\n"
             f"Choose another --name, or go on with it: lmapp train --resume {_name(directory, config)}"
+            f"{checkpoint.import_options(config.model.cells)}"
         )
 
 
@@ -798,30 +627,6 @@ def _sole_writer(directory: Path) -> Iterator[None]:
         except OSError:
             raise UsageError(f"The run {directory} is being trained by another process.") from None
         yield
-
-
-class _Console(Console):
-    """A console whose reader may go away: training goes on without it."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-@contextmanager
-def _encoding_progress(console: Console) -> Iterator[Any]:
-    """A bar while a large text is encoded; nothing for a small one."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("encoding"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None, visible=False)
-        started = time.monotonic()
-
-        def progress(done: int, total: int | None) -> None:
-            bar.update(task, completed=done, total=total, visible=time.monotonic() - started > 0.5)
-
-        yield progress
 
 
 class _Signals(lightning.Callback):

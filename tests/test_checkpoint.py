@@ -15,7 +15,18 @@ from typing import Any
 import pytest
 import torch
 
-from lmapp.checkpoint import BEST, LAST, VERSION, CheckpointError, read, resolve, run_directory, write
+import lmapp
+from lmapp.checkpoint import (
+    BEST,
+    LAST,
+    VERSION,
+    CheckpointError,
+    import_options,
+    read,
+    resolve,
+    run_directory,
+    write,
+)
 from lmapp.errors import LmappError, UsageError
 
 
@@ -31,7 +42,7 @@ def content(fill: float = 1.0, size: int = 40) -> dict[str, Any]:
             "config": {"seed": 3},
             "vocabulary": "é\n",
             "corpus": {"name": "text", "key": "k", "fingerprint": "f", "facts": {"unigram_bits": 4.5}},
-            "plan": {"precision": "fp32", "threads": 1, "kernels": ["scan"]},
+            "plan": {"precision": "fp32", "threads": 1, "sequence_length": 64, "kernels": ["scan"]},
             "progress": {"step": 3, "state": "running", "best": None},
             "states": None,
             "random": {},
@@ -319,23 +330,66 @@ def test_a_compiled_module_is_refused(tmp_path: Path) -> None:
     refusal(path)
 
 
-def test_a_cell_that_would_have_to_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "stranger_cell.py").write_text(f"open({str(tmp_path / 'victim')!r}, 'w')\nclass Cell: pass\n")
+@pytest.mark.parametrize(
+    ("cell", "named", "modules"),
+    [
+        ("stranger:Cell", "stranger:Cell", ["stranger"]),
+        (["stranger:Cell"], "stranger:Cell", ["stranger"]),
+        (["stranger:Cell", "gru"], "stranger:Cell", ["stranger"]),
+        (["lmapp.cells.gru:GRU", "stranger", "stranger:Cell", "stranger:Cell"], "stranger:Cell", ["stranger"]),
+        (("gru", "os:Cell", "stranger:Cell"), "stranger:Cell", ["stranger"]),
+        (["a.b:C", "stranger:Cell", "a.b:D"], "a.b:C and stranger:Cell and a.b:D", ["a.b", "stranger"]),
+    ],
+)
+def test_a_cell_that_would_have_to_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: Any, named: str, modules: list[str]
+) -> None:
+    (tmp_path / "stranger.py").write_text(f"open({str(tmp_path / 'victim')!r}, 'w')\nclass Cell: pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     path = tmp_path / "a.ckpt"
     saved = content()
-    saved["lmapp"]["config"] = {"model": {"cell": "stranger_cell:Cell"}}
+    saved["lmapp"]["config"] = {"model": {"cell": cell}}
     write(path, saved)
     assert refusal(path).splitlines() == [
-        "a.ckpt uses the cell stranger_cell:Cell, which is code from outside lmapp, so it was not opened.",
-        "If you trust it: import stranger_cell in Python first, then lmapp.load.",
+        f"a.ckpt was not opened, for the code of {named} is not lmapp's own: if you trust it, "
+        f"add --import {' --import '.join(modules)}",
+        f"In Python, import {', '.join(modules)} first.",
     ]
+    with pytest.raises(CheckpointError, match="is not lmapp's own"):
+        lmapp.load(path)
     assert not (tmp_path / "victim").exists()
-    monkeypatch.setitem(sys.modules, "stranger_cell", sys)  # imported by who trusts it
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module, sys)  # imported by who trusts it
     assert same(read(path), saved)
-    saved["lmapp"]["config"] = {"model": {"cell": "lmapp.cells.gru:GRU"}}
-    write(path, saved)
-    assert same(read(path), saved)
+
+
+@pytest.mark.parametrize("cell", ["gru", ["gru", "lstm"], "lmapp.cells.gru:GRU", ["lmapp.cells.gru:GRU"]])
+def test_cells_of_lmapp_need_no_leave(tmp_path: Path, cell: Any) -> None:
+    saved = content()
+    saved["lmapp"]["config"] = {"model": {"cell": cell}}
+    write(tmp_path / "a.ckpt", saved)
+    assert same(read(tmp_path / "a.ckpt"), saved)
+
+
+@pytest.mark.parametrize("cell", [3, None, {"stranger:Cell": 1}, ["gru", 3], [["stranger:Cell"]], b"stranger:Cell"])
+def test_cells_that_have_no_names(tmp_path: Path, cell: Any) -> None:
+    saved = content()
+    saved["lmapp"]["config"] = {"model": {"cell": cell}}
+    write(tmp_path / "a.ckpt", saved)
+    assert refusal(tmp_path / "a.ckpt") == "a.ckpt is no complete checkpoint of lmapp: its cells have no names."
+
+
+@pytest.mark.parametrize("name", ["a; rm -rf ~:C", "--help:C", "a\nb:C", "a:\x1b[2J", ":C", "a..b:C", "a:", "a:b:c"])
+def test_what_is_no_name_gets_into_no_command(tmp_path: Path, name: str) -> None:
+    saved = content()
+    saved["lmapp"]["config"] = {"model": {"cell": ["gru", name]}}
+    write(tmp_path / "a.ckpt", saved)
+    assert refusal(tmp_path / "a.ckpt") == f"a.ckpt is no complete checkpoint of lmapp: {name!r} names no cell."
+
+
+def test_the_modules_to_import_as_a_command_has_them() -> None:
+    assert import_options(["gru", "lmapp.cells.gru:GRU"]) == ""
+    assert import_options(["own.cells:A", "gru", "own.cells:B", "other:C"]) == " --import own.cells --import other"
 
 
 @pytest.mark.parametrize(
@@ -368,7 +422,15 @@ def test_another_version(tmp_path: Path, version: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "wrong"), [("config", [3]), ("vocabulary", {}), ("corpus", {"key": "k"}), ("progress", {"step": "3"})]
+    ("part", "wrong"),
+    [
+        ("config", [3]),
+        ("vocabulary", {}),
+        ("corpus", {"key": "k"}),
+        ("plan", {"precision": "fp32", "threads": 1}),
+        ("plan", {"precision": "fp32", "threads": 1, "sequence_length": "64"}),
+        ("progress", {"step": "3"}),
+    ],
 )
 def test_a_part_missing_or_of_another_kind(tmp_path: Path, part: str, wrong: Any) -> None:
     saved = content()
@@ -377,7 +439,7 @@ def test_a_part_missing_or_of_another_kind(tmp_path: Path, part: str, wrong: Any
         assert refusal(tmp_path / "a.ckpt") == "a.ckpt is no complete checkpoint of lmapp: a part is missing."
 
 
-@pytest.mark.parametrize("config", [{}, {"model": 3}, {"model": {"cell": 3}}, {"model": {}}])
+@pytest.mark.parametrize("config", [{}, {"model": 3}, {"model": {}}])
 def test_reading_does_not_stumble_over_a_strange_configuration(tmp_path: Path, config: Any) -> None:
     saved = content()
     saved["lmapp"]["config"] = config

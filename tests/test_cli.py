@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -139,6 +140,7 @@ def test_help_of_train_lists_every_option_with_its_default(lmapp_: Command, monk
     for keys in option_names():
         assert f" {option_name(keys)} " in result.out, keys
     assert " --resume " in result.out
+    assert " --import " in result.out
     assert "[default: 0.004]" in result.out
     assert "[choices: adamw, adam, rmsprop, sgd]" in result.out
 
@@ -146,10 +148,10 @@ def test_help_of_train_lists_every_option_with_its_default(lmapp_: Command, monk
 @pytest.mark.parametrize(
     ("command", "names"),
     [
-        ("generate", "checkpoint prompt length temperature top-k top-p stop samples seed runs-dir json"),
-        ("evaluate", "checkpoint data.path data.corpus data.cache-dir runs-dir json"),
-        ("infill", "checkpoint text mask runs-dir json"),
-        ("gradients", "data.path max-lag windows png data.cache-dir runs-dir json"),
+        ("generate", "checkpoint prompt length temperature top-k top-p stop samples seed import runs-dir json"),
+        ("evaluate", "checkpoint data.path data.corpus import data.cache-dir runs-dir json"),
+        ("infill", "checkpoint text mask import runs-dir json"),
+        ("gradients", "data.path max-lag windows png import data.cache-dir runs-dir json"),
         ("compare", "runs-dir json"),
     ],
 )
@@ -184,6 +186,9 @@ def test_no_command_shows_the_help(lmapp_: Command) -> None:
         ("train --data.path", "--data.path needs a value."),
         ("train --logging.tags --seed 3", "--logging.tags needs a value."),
         ("train --resume", "--resume needs a value."),
+        ("train --import", "--import needs a value."),
+        ("generate run --import", "--import needs a value."),
+        ("compare run --import own", "There is no option --import."),
         ("generate", "lmapp generate needs a checkpoint; name it first: lmapp generate CHECKPOINT --option …"),
         ("evaluate --data.path a.txt run", "lmapp evaluate needs a checkpoint; name it first:"),
         ("generate run other", "lmapp generate does not know what to do with other."),
@@ -1062,6 +1067,145 @@ def test_compare_of_all_kinds(
     runs = lmapp_("compare", infill_run[0], window_run[0], tiny_run, "--json").document["runs"]
     assert runs[-1]["name"] == "infill"
     assert runs[-1]["best_infill_loss"] == pytest.approx(summary(infill_run[0])["best"]["val/infill_loss"])
+
+
+# Cells from outside ---------------------------------------------------------------------------------------------------
+
+OWN = """
+import torch
+from torch import nn
+from lmapp.cells.protocol import Cell, HiddenState
+
+class Leaky(Cell):
+    state_type = HiddenState
+
+    def __init__(self, input_size, hidden_size):
+        super().__init__(input_size, hidden_size)
+        self.gate_size = hidden_size
+        self.weight = nn.Parameter(torch.empty(hidden_size, input_size).normal_())
+
+    def project(self, x):
+        return x @ self.weight.t().to(x.dtype)
+
+    def step(self, gates, state):
+        h = 0.9 * state.h + gates.tanh()
+        return h.to(gates.dtype), HiddenState(h)
+
+class Twin(Leaky):
+    pass
+"""
+
+
+@pytest.fixture
+def alone(lmapp_: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Each command as a program of its own, which has imported nothing of the user's yet; `own.py` lies here."""
+    Path("own.py").write_text(OWN)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def run(*arguments: object) -> Result:
+        monkeypatch.delitem(sys.modules, "own", raising=False)
+        before = list(sys.path)
+        try:
+            return lmapp_(*arguments)
+        finally:
+            assert sys.path == before
+            monkeypatch.delitem(sys.modules, "own", raising=False)
+
+    return run
+
+
+@pytest.fixture
+def own_cells(alone: Command) -> Callable[..., Result]:
+    """`lmapp train` on `text.txt` with the cells of `own.py`."""
+    Path("text.txt").write_text(TEXT)
+    return lambda *arguments: alone("train", *arguments, "--data.path", "text.txt", *TINY)
+
+
+def ways_on(out: str) -> list[str]:
+    return re.findall(r"^  lmapp (.*)$", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "infill"])
+@pytest.mark.parametrize("cell", [["own:Leaky"], ["own:Leaky", "gru", "own:Twin"]], ids=len)
+def test_what_is_trained_with_a_cell_of_ones_own_can_be_used(
+    alone: Command, own_cells: Command, cell: list[str], kind: str
+) -> None:
+    """Every command that a run ends with is run, first without its --import."""
+    trained = own_cells("--name", "mine", "--model.cell", *cell, "--model.kind", kind)
+    assert (trained.code, trained.err) == (0, "")
+    first = {"recurrent": ["generate", "evaluate", "gradients"], "infill": ["infill", "evaluate"]}[kind]
+    commands = [f"{command} mine --import own" for command in first]
+    assert ways_on(trained.out) == [*commands, "compare mine"]
+    more = {"infill": ["th_"], "gradients": ["--max-lag", 4]}
+    for command in first:
+        words = more.get(command, [])
+        result = alone(command, "mine", *words)
+        refused(
+            result, 1, f"the code of {' and '.join(c for c in cell if ':' in c)} is not lmapp's own", "--import own"
+        )
+        assert result.out == ""
+        result = alone(command, "--import", "own", "mine", *words)
+        assert result.code == 0, result.err
+        assert result.out
+    assert alone("compare", "mine").code == 0
+    further = ["train", "--resume", "mine", "--train.max-steps", 3]
+    refused(alone(*further), 1, "last.ckpt was not opened", "if you trust it, add --import own")
+    result = alone(*further, "--import", "own")
+    assert (result.code, result.err) == (0, "")
+    assert ways_on(result.out) == [*commands, "compare mine"]
+    assert summary(Path("runs/mine"))["steps"] == 3
+
+
+def test_a_cell_of_ones_own_in_a_configuration(alone: Command, own_cells: Command) -> None:
+    Path("c.yaml").write_text("model: {cell: own:Leaky}\nname: mine\n")
+    assert own_cells("c.yaml").code == 0
+    refused(own_cells("c.yaml"), 2, "go on with it: lmapp train --resume mine --import own")
+
+
+def test_an_interrupted_run_with_a_cell_of_ones_own_says_how_to_go_on(
+    alone: Command, own_cells: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lmapp.training.module import LanguageModule
+
+    original = LanguageModule.training_step
+
+    def training_step(module: Any, *arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return original(module, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LanguageModule, "training_step", training_step)
+        result = own_cells("--name", "mine", "--model.cell", "own:Leaky")
+    assert result.code == 130
+    assert result.err.endswith("Go on with: lmapp train --resume mine --import own\n")
+    assert alone("train", "--resume", "mine", "--import", "own").code == 0
+
+
+def test_modules_that_cannot_be_imported(alone: Command, own_cells: Command, own_run: Path) -> None:
+    Path("broken.py").write_text("def (\n")
+    Path("raising.py").write_text("{}['x']\n")
+    for command in (["generate", "tiny"], ["evaluate", "tiny"], ["infill", "tiny", "th_"], ["gradients", "tiny"]):
+        result = alone(*command, "--import", "own", "--import", "broken")
+        refused(result, 2, "--import broken: it cannot be imported (SyntaxError: ")
+    refused(alone("train", "--resume", "tiny", "--import", "nowhere"), 2, "--import nowhere: it cannot be imported")
+    refused(
+        own_cells("--model.cell", "raising:Own"), 2, "--model.cell: 'raising:Own' cannot be imported (KeyError: 'x')."
+    )
+    refused(own_cells("--model.cell", "own:Nobody"), 2, "there is no class 'Nobody' in the module own.")
+    assert [run.name for run in Path("runs").iterdir()] == ["tiny"]
+
+
+def test_a_cell_of_ones_own_that_has_changed_since(alone: Command, own_cells: Command) -> None:
+    assert own_cells("--name", "mine", "--model.cell", "own:Leaky").code == 0
+    for change, said in (
+        (OWN.replace("self.gate_size = hidden_size", "1 / 0"), "its constructor fails (ZeroDivisionError: "),
+        (OWN.replace("0.9 * state.h", "1 / 0"), "step fails (ZeroDivisionError: division by zero)."),
+        (OWN.replace("HiddenState(h)", "HiddenState(h.double())"), "h in the state from step is in torch.float64"),
+        (OWN.replace("Leaky", "Leaking"), "there is no class 'Leaky' in the module own."),
+        (OWN.replace("self.weight", "self.weights"), "is no complete checkpoint of lmapp"),
+    ):
+        Path("own.py").write_text(change)
+        refused(alone("generate", "mine", "--import", "own"), 1, "runs/mine/checkpoints/best.ckpt ", said)
 
 
 # Failures from outside ------------------------------------------------------------------------------------------------

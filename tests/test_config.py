@@ -72,7 +72,6 @@ EVERYTHING: dict[str, Any] = {
         "bptt": "sliding",
         "truncation_length": 20,
         "stride": 3,
-        "carry_state": False,
         "val_every_steps": 0,
         "checkpoint_minutes": 1.5,
         "max_nonfinite": 1,
@@ -101,6 +100,7 @@ APART: dict[tuple[str, str], dict[str, Any]] = {
     ("model", "bidirectional"): {"model": {"kind": "infill", "bidirectional": True}},
     ("model", "mask_fraction"): {"model": {"kind": "infill", "mask_fraction": 0.5}},
     ("train", "keep_probability"): {"train": {"bptt": "randomised", "keep_probability": 0.5}},
+    ("train", "carry_state"): {"train": {"carry_state": False}},
 }
 """The other options, each with what it needs."""
 

@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {*BASE, "data", "models", "gradients", "loggers"},
     "callbacks": {*BASE, "data", "gradients", "inference", "training", "loggers"},
     "experiments": {"errors", "units"},
+    "describe": {*BASE, "data", "gradients", "training"},
 }
 """Each part of lmapp and the other parts it may import."""
 

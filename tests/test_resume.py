@@ -5,6 +5,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,64 @@ def test_limits_may_change_and_nothing_else(tmp_path: Path, real_text: str) -> N
     whole = lmapp.train({**config, "name": "whole", "train": {**config["train"], "max_steps": 20}}, quiet=True)
     expected = outcome(whole.path)["weights"]
     assert_same(expected, outcome(longer.path)["weights"])
+
+
+@pytest.fixture
+def _many_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_many_threads")
+def test_the_caller_s_threads_are_given_back(
+    tmp_path: Path, real_text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether the run ends well or not; while it goes on it has those it began with."""
+    config = make_config(tmp_path, real_text[:2000], "run", max_steps=4, schedule="constant")
+    torch.set_num_threads(1)
+    lmapp.train(config, quiet=True)
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(3)
+    step, seen = LanguageModule.training_step, []
+
+    def training_step(module: LanguageModule, batch: Any, batch_idx: int) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        if len(seen) == 3:
+            raise ZeroDivisionError
+        return step(module, batch, batch_idx)
+
+    monkeypatch.setattr(LanguageModule, "training_step", training_step)
+    resumed = {"resume": "run", "runs_dir": config["runs_dir"]}
+    lmapp.train(**resumed, changes={"train": {"max_steps": 6}})
+    assert "bit for bit" not in capsys.readouterr().out
+    assert torch.get_num_threads() == 3
+    with pytest.raises(ZeroDivisionError):
+        lmapp.train(**resumed, changes={"train": {"max_steps": 8}}, quiet=True)
+    assert torch.get_num_threads() == 3
+    assert seen == [1, 1, 1]
+
+
+def test_another_processor_is_noticed(
+    tmp_path: Path, real_text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, real_text[:2000], "run", max_steps=4, device="cpu")
+    run = lmapp.train(config, quiet=True)
+    here = run.metrics["cpu"]
+    assert torch.backends.cpu.get_cpu_capability() in here
+    resumed = {"resume": "run", "runs_dir": config["runs_dir"]}
+    lmapp.train(**resumed, changes={"train": {"max_steps": 5}})
+    assert "bit for bit" not in capsys.readouterr().out
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NEON")
+        lmapp.train(**resumed, changes={"train": {"max_steps": 6}})
+    there = here.replace(torch.backends.cpu.get_cpu_capability(), "NEON")
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"Going on, but not bit for bit: cpu {here} is {there} now." in said
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    lmapp.train(**resumed, changes={"train": {"max_steps": 7}})
+    without = f"{torch.backends.cpu.get_cpu_capability()} without oneDNN"
+    assert f"cpu {there} is {without} now" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_changed_text_is_noticed(tmp_path: Path, real_text: str) -> None:

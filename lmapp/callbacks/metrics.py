@@ -33,8 +33,8 @@ class TrainingFigures(lightning.Callback):
         if report.kind == "nonfinite":
             add("nonfinite", 1)
         else:
-            add("characters", batch.characters)
-            add("loss", report.loss * batch.characters)
+            add("predicted", report.predicted)
+            add("loss", report.loss * report.predicted)
             add("norm", report.norm)
             add("norm_clipped", report.norm * report.factor)
             add("clips", report.kind == "clip")
@@ -51,11 +51,12 @@ class TrainingFigures(lightning.Callback):
             "gradient/nonfinite": sums.get("nonfinite", 0.0),
         }
         finite = sums["steps"] - sums.get("nonfinite", 0.0)
-        if finite:
-            loss = sums["loss"] / sums["characters"]
+        if finite and sums["predicted"]:
+            loss = sums["loss"] / sums["predicted"]
             figures[f"train/{pl_module.loss_name}"] = loss
             if pl_module.loss_name == "loss":
                 figures |= {"train/perplexity": perplexity(loss), "train/bits_per_char": loss / math.log(2)}
+        if finite:
             figures |= {
                 "gradient/norm": sums["norm"] / finite,
                 "gradient/norm_clipped": sums["norm_clipped"] / finite,

@@ -20,6 +20,7 @@ class Concatenated(GatedCell):
     """
 
     reads_out: ClassVar[bool] = True
+    output_component: ClassVar[str | None] = None
     blocks = 1
     biases = ("bias_ih",)
 

@@ -116,6 +116,7 @@ class LinearCell(Cell):
 
     state_type = HiddenState
     options: ClassVar[tuple[str, ...]] = ("bias",)
+    output_component: ClassVar[str | None] = "h"
     remembers = True
     blocks: ClassVar[int]
     memory_signs: ClassVar[tuple[int, ...]]

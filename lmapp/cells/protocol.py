@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -63,6 +64,7 @@ class Masks(NamedTuple):
 class Cell(nn.Module):
     """A recurrence. A subclass gives `state_type`, `gate_size`, `project` and `step`; all else follows from these.
 
+    Its constructor draws the parameters, and draws them on torch's meta device too, where nothing has a value.
     `project` computes in its input's dtype, `step` and `scan` in that of the gates, to which the weights are cast.
     """
 
@@ -74,6 +76,8 @@ class Cell(nn.Module):
     """Whether the outputs are the logits; the constructor then takes `output_size`, the number of them."""
     recurrent_weight: ClassVar[str | None] = None
     """The parameter that weight drop acts on."""
+    recurrent_rows: int | None = None
+    """How many of that parameter's rows, from the first, are recurrent; None for all."""
     remembers: ClassVar[bool] = False
     """Whether a gate keeps the state, so that `set_memory_bias` has one to set."""
 
@@ -84,13 +88,12 @@ class Cell(nn.Module):
         self.output_size = hidden_size
 
     def reset_parameters(self, init: str = "orthogonal", fan_in: float | None = None) -> None:
-        """Draw the parameters anew from torch's global generator.
+        """Draw the parameters anew from torch's global generator; unless overridden, what the constructor drew stays.
 
         Args:
             init: "orthogonal", "identity" or "torch".
             fan_in: the squared length of an input: 1 for a one-hot one, D (entries of size 1) unless given.
         """
-        raise NotImplementedError
 
     def set_memory_bias(self, bias: float | None, longest: float | None) -> None:
         """Set the bias of the gate that keeps the state, to `bias` or by chrono initialisation up to T_max `longest`.
@@ -111,6 +114,21 @@ class Cell(nn.Module):
         """One step in plain differentiable operations: gates (B, G) and state to output (B, output_size) and state."""
         raise NotImplementedError
 
+    @cached_property
+    def output_component(self) -> str | None:
+        """The state's component that `step` puts out, None if it puts out something else.
+
+        A class may say so itself, as `output_component = "h"`; otherwise it is found by taking one step.
+        """
+
+        def spread(like: Tensor) -> Tensor:
+            return torch.linspace(-1, 1, like.numel(), dtype=like.dtype, device=like.device).view_as(like)
+
+        with torch.no_grad():
+            state = map_state(spread, self.initial_state(2))
+            output, new = self.step(spread(state[0].new_empty(2, self.gate_size)), state)
+        return next((name for name in new._fields if torch.equal(getattr(new, name), output)), None)
+
     def zone(self, output: Tensor, old: State, new: State, zoneout: State) -> tuple[Tensor, State]:
         """What `step` gives under zoneout (Krueger et al. 2017, arXiv:1606.01305): 1 keeps the old value, 0 the new.
 
@@ -121,10 +139,11 @@ class Cell(nn.Module):
             zoneout: a State of (B, H) masks, or of their mean.
 
         Returns:
-            output and state; the output is the state's h mixed so, unless it is something else than h.
+            output and state; where the output is a component of the state, it is that component mixed so.
         """
         state = map_states(lambda before, after, mask: mask * before + (1 - mask) * after, old, new, zoneout)
-        return (output if self.reads_out else state.h.to(output.dtype)), state
+        name = self.output_component
+        return (output if name is None else getattr(state, name).to(output.dtype)), state
 
     def initial_state(self, batch_size: int) -> State:
         """The state before the first character: zeros."""
@@ -251,6 +270,7 @@ class GatedCell(Cell):
     state_type = HiddenState
     options: ClassVar[tuple[str, ...]] = ("bias",)
     recurrent_weight = "weight_hh"
+    output_component: ClassVar[str | None] = "h"
     blocks: ClassVar[int]
     biases: ClassVar[tuple[str, ...]] = ("bias_ih", "bias_hh")
     bias_ih: nn.Parameter | None
@@ -263,6 +283,7 @@ class GatedCell(Cell):
         self.gate_size = self.blocks * hidden_size
         if output_size is not None:
             self.output_size = output_size
+            self.recurrent_rows = self.gate_size
             self.gate_size += output_size
         self.weight_ih = nn.Parameter(torch.empty(self.gate_size, input_size))
         self.weight_hh = nn.Parameter(torch.empty(self.gate_size, hidden_size))
@@ -278,7 +299,8 @@ class GatedCell(Cell):
         "torch": everything uniform in ±1/√H. "orthogonal" and "identity": each gate's H×H block of weight_hh is that,
         weight_ih uniform in ±√(3/fan_in), so that inputs of size 1 make gates of variance 1, biases 0. After one pass
         over tiny Shakespeare's one-hot characters that bound, √3, led 1 by 0.04 (GRU), 0.13 (LSTM) and 0.08 nats
-        (vanilla).
+        (vanilla). The V rows of a cell that reads out are no gates but a readout of D + H entries: they are drawn as
+        every other readout is, by nn.Linear's rule uniform in ±1/√(D + H), so that the first logits are small.
         """
         if init == "torch":
             bound = self.hidden_size**-0.5
@@ -287,13 +309,15 @@ class GatedCell(Cell):
             return
         if init not in ("orthogonal", "identity"):
             raise ValueError(f"init is 'orthogonal', 'identity' or 'torch', not {init!r}")
-        for block in self.weight_hh.split(self.hidden_size):
-            if init == "identity" and len(block) == self.hidden_size:
-                nn.init.eye_(block)
-            else:
-                nn.init.orthogonal_(block)
+        gates = self.blocks * self.hidden_size
+        for block in self.weight_hh[:gates].split(self.hidden_size):
+            (nn.init.eye_ if init == "identity" else nn.init.orthogonal_)(block)
         bound = (3 / (fan_in or self.input_size)) ** 0.5
-        nn.init.uniform_(self.weight_ih, -bound, bound)
+        nn.init.uniform_(self.weight_ih[:gates], -bound, bound)
+        if gates < self.gate_size:
+            bound = (self.input_size + self.hidden_size) ** -0.5
+            for weight in (self.weight_ih, self.weight_hh):
+                nn.init.uniform_(weight[gates:], -bound, bound)
         for bias in (self.bias_ih, self.bias_hh):
             if bias is not None:
                 nn.init.zeros_(bias)

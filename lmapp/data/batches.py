@@ -41,6 +41,9 @@ class RowBatches:
     Iterating yields the batches of one epoch. The position counts batches handed out in this epoch; a loaded one holds
     for the next epoch iterated over and is forgotten then.
 
+    Attributes:
+        longest: The steps of the longest row.
+
     Args:
         ids: (N,) unsigned integers, a memory map as a rule.
         batch_size: B.
@@ -73,7 +76,8 @@ class RowBatches:
         shortest, longer_rows = divmod(len(ids) - 1, batch_size)
         rows = np.arange(batch_size)
         self._lengths = (shortest + (rows < longer_rows)).tolist()
-        self.sequence_length: int = self._lengths[0] if sequence_length is None else sequence_length
+        self.longest: int = self._lengths[0]
+        self.sequence_length: int = self.longest if sequence_length is None else sequence_length
         self._starts = (rows * shortest + np.minimum(rows, longer_rows)).tolist()
         self._batch = self._loaded = 0
 

@@ -1,1 +1,1 @@
-"""What happens to gradients, as pure functions: `clipping` (norms, events) and `decay` (gradient against lag)."""
+"""What happens to gradients, as pure functions: `clipping`, `truncation` (where it cuts), `decay` (against lag)."""

@@ -9,16 +9,17 @@ steps, H hidden, L layers. All lengths and lags are in time steps (symbols), τ 
 """
 
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from lmapp.gradients.truncation import UNLIMITED, Truncation
 
 if TYPE_CHECKING:
     from lmapp.models.recurrent import RecurrentModel
@@ -28,66 +29,19 @@ HORIZON = 0.01  # the level whose crossing is the horizon; 1 − HORIZON is the 
 JOINT = "joint"
 ALL: Literal["all"] = "all"
 SMALLEST_MAX_LAG = 2
+USUAL_MAX_LAG = 512  # K at most, unless a longer one is asked for: the measurement's memory grows with it
 
 Layer = int | Literal["all"]
 Norms = dict[tuple[Layer, str], np.ndarray]
 
 
-# What training cuts
-
-
-UNLIMITED = sys.maxsize
-"""Of steps looked back: all there are."""
-
-
-@dataclass(frozen=True)
-class Truncation:
-    """Where training cuts the gradient through time.
-
-    Attributes:
-        length: τ.
-        mode: "block", "full", "sliding" or "randomised", as --train.bptt has it.
-        window: T, the steps of a window; under "full" those of a row's whole text.
-        stride: s, of "sliding": the losses that look back together.
-        keep_probability: π, of "randomised".
-    """
-
-    length: int
-    mode: str = "block"
-    window: int = UNLIMITED
-    stride: int = 1
-    keep_probability: float = 1.0
-
-    @property
-    def look_back(self) -> tuple[int, int]:
-        """The fewest and the most steps that a loss looks back; all numbers between are equally frequent."""
-        match self.mode:
-            case "full":
-                return UNLIMITED, UNLIMITED
-            case "sliding":
-                return self.length, self.length + self.stride - 1
-            case "randomised":  # on average, as if nothing in the window were cut
-                return 1, self.window
-        return 1, self.length
-
-    @property
-    def masks(self) -> bool:
-        """Whether gradients are cut inside a whole window, which torch.nn's kernels cannot."""
-        return (self.mode == "block" and self.length < self.window) or self.keep_probability < 1
-
-    @property
-    def mean_look_back(self) -> float:
-        """Steps that a gradient goes back on average before it is cut at random."""
-        return math.inf if self.keep_probability == 1 else 1 / (1 - self.keep_probability)
-
-    @property
-    def max_lag(self) -> int:
-        """K, the longest lag that is measured unless another is asked for."""
-        # Through whole rows the measurement would need more memory than the training.
-        return min(2 * self.length, 512) if self.mode == "full" else 2 * self.length
-
-
 # Where it is measured
+
+
+def not_defined(kind: str) -> str:
+    """Why a model of another kind than recurrent has no gradient decay."""
+    article = "an" if kind == "infill" else "a"
+    return f"it is that of a state carried from left to right, which {article} {kind} model does not have"
 
 
 @dataclass(frozen=True)
@@ -140,19 +94,23 @@ def probe_shape(
         truncation_length: τ.
         windows: N.
         warm_up: W.
-        max_lag: K; 2τ if not given, so that what twice τ would lose can be said too.
+        max_lag: K; if not given twice the most steps that a loss looks back (of whole rows twice τ), so that what
+            twice τ would lose can be said too, but at most 512.
         end_points: m.
         look_back: as `ProbeShape` has it.
 
     Returns:
         The shape, or None if decay is off, and in words everything that is not as asked for ("" if all is).
     """
-    lag = 2 * truncation_length if max_lag is None else max_lag
+    most = truncation_length if look_back is None or look_back[1] == UNLIMITED else look_back[1]
+    lag = min(2 * most, USUAL_MAX_LAG) if max_lag is None else max_lag
     asked = ProbeShape(windows, warm_up, lag, end_points, truncation_length)
     needed = windows * asked.length
     source: Literal["validation", "train"] = "validation"
     available = validation_characters
     notes = []
+    if max_lag is None and lag < 2 * most:
+        notes.append(f"the largest lag is {lag} instead of {2 * most:,}, unless a longer one is asked for")
     if validation_characters < needed and train_characters > validation_characters:
         source, available = "train", train_characters
         has = f"only {validation_characters:,} characters" if validation_characters else "no characters"
@@ -243,15 +201,16 @@ def measure(model: "RecurrentModel", windows: Tensor, shape: ProbeShape) -> "Dec
             parts = {name: getattr(gradient.entering, name)[1:] for name in gradient.entering._fields}
             alone = {name: _by_lag(part, shape) for name, part in parts.items()}
             way_up = alone
-            if _outputs_its_state(layer, states[number]):
-                way_up = alone | {"h": _by_lag(parts["h"] + gradient.outputs, shape)}
+            own = layer.output_component
+            if own is not None:
+                way_up = alone | {own: _by_lag(parts[own] + gradient.outputs, shape)}
             for name, values in way_up.items():
                 norms[number, name] = values
             norms[number, JOINT] = _root_of_squares(list(way_up.values()))
             # With every state held at once, at lag 0 there is only what the readout takes of a layer's output itself.
             direct = alone
-            if way_up is not alone and gradient.readout is not None:
-                direct = alone | {"h": _by_lag(parts["h"] + gradient.readout, shape)}
+            if own is not None and gradient.readout is not None:
+                direct = alone | {own: _by_lag(parts[own] + gradient.readout, shape)}
             for name, values in direct.items():
                 norms[ALL, name] = _root_of_squares([norms[ALL, name], values] if (ALL, name) in norms else [values])
     norms[ALL, JOINT] = _root_of_squares([values for (layer, _), values in norms.items() if layer == ALL])
@@ -273,20 +232,12 @@ def _measuring(model: "RecurrentModel") -> Iterator[None]:
             module.training = flag
 
 
-def _outputs_its_state(cell: Any, state: Any) -> bool:
-    """Whether a cell's output is its new h (not so where the output is read from h_{t−1}), found by taking one step."""
-    if cell.output_size != cell.hidden_size:
-        return False
-    with torch.no_grad():
-        gates = torch.linspace(-1, 1, cell.gate_size, dtype=state.h.dtype, device=state.h.device)
-        output, after = cell.step(gates.expand(len(state.h), -1), state)
-    return torch.equal(output, after.h.to(output.dtype))
-
-
 def _by_lag(gradient: Tensor, shape: ProbeShape) -> np.ndarray:
     """Norms of a (T, P, H) gradient, by lag before each pair's end point: (K+1, P) float64."""
-    # In float64, because the squares of small fp32 entries would vanish and count as exact zeros.
-    norms = torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float64).cpu().numpy()
+    # In float64, because the squares of small fp32 entries would vanish and count as exact zeros; some steps at a time,
+    # because torch copies what it is given.
+    pieces = [torch.linalg.vector_norm(steps, dim=-1, dtype=torch.float64) for steps in gradient.split(64)]
+    norms = torch.cat(pieces).cpu().numpy()
     pairs = np.arange(norms.shape[1])
     ends = shape.max_lag + pairs % shape.end_points
     return norms[ends - np.arange(shape.max_lag + 1)[:, None], pairs]

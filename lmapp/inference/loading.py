@@ -20,7 +20,7 @@ def load(path: str | Path, *, runs_dir: str | Path = "runs", device: str = "cpu"
 
     Raises:
         UsageError: there is no such checkpoint.
-        CheckpointError: it is damaged or not lmapp's.
+        CheckpointError: it is damaged or not lmapp's, or has a cell from outside that is not imported or has changed.
     """
     file = checkpoint.resolve(str(path), runs_dir)
     content = checkpoint.read(file)
@@ -30,7 +30,9 @@ def load(path: str | Path, *, runs_dir: str | Path = "runs", device: str = "cpu"
         vocabulary = Vocabulary.from_json(saved["vocabulary"])
         model = make_model(len(vocabulary), config.model)
         model.load_state_dict({k.removeprefix("model."): v for k, v in content["state_dict"].items()})
-    except (KeyError, TypeError, AttributeError, RuntimeError, UsageError) as error:
+    except UsageError as error:  # also of a cell from outside, which may have changed since
+        raise checkpoint.CheckpointError(f"{file} cannot be opened: {str(error).splitlines()[0]}") from error
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise checkpoint.CheckpointError(f"{file} is no complete checkpoint of lmapp: {reason.rstrip('.')}.") from None
     kind = Restorer if config.model.kind == "infill" else LanguageModel

@@ -20,6 +20,9 @@ from lmapp.errors import LmappError
 from lmapp.models.infill import InfillModel, choose_masked
 from lmapp.units import perplexity
 
+BLOCK = 2**16
+"""Ids of a text among which a share of the characters is masked at a time."""
+
 
 @dataclass(frozen=True)
 class Score:
@@ -149,9 +152,10 @@ def evaluate_infill(
 ) -> Score:
     """Restore masked characters of a text and score each of them, once.
 
-    The mask is drawn over the whole text, so it depends on nothing but text, share and seed. The text is read in
-    separate windows of `window` ids, a shorter last one among them, as in training. The score's characters and bytes
-    are those masked: its loss is no language model's, and e to it no perplexity to compare with one.
+    The mask is drawn in one piece of the text after the other, so it depends on nothing but text, share and seed. The
+    text is read in separate windows of `window` ids, a shorter last one among them, as in training. The score's
+    characters and bytes are those masked: its loss is no language model's, and e to it no perplexity to compare with
+    one.
 
     Args:
         model: an `InfillModel`.
@@ -169,15 +173,33 @@ def evaluate_infill(
     ids = ids.cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
     if len(ids) == 0:
         raise LmappError("Nothing to restore: the text is empty.")
-    whole = torch.from_numpy(ids.astype(np.int64))[None]
-    generator = torch.Generator().manual_seed(seed)
-    masked = choose_masked(whole, torch.from_numpy(np.asarray(starts_character)), mask_fraction, generator)[0].numpy()
+    masks = _masks(ids, np.asarray(starts_character), mask_fraction, seed)
+    drawn = np.empty(0, dtype=bool)  # the mask from the next window on, as far as it is drawn
     tally = _Tally(model.head.weight.device, starts_character, symbol_bytes)
     with evaluating(model):
         for places in _windows(len(ids), window, batch_size):
-            inputs = np.where(masked[places], model.mask_symbol, ids[places].astype(np.int64))
-            tally.add(model(tally.tensor(inputs)), ids[places], masked[places])
+            while len(drawn) < places.size:
+                drawn = np.concatenate((drawn, next(masks)))
+            masked, drawn = drawn[: places.size].reshape(places.shape), drawn[places.size :]
+            inputs = np.where(masked, model.mask_symbol, ids[places].astype(np.int64))
+            tally.add(model(tally.tensor(inputs)), ids[places], masked)
     return tally.score()
+
+
+def _masks(ids: np.ndarray, starts_character: np.ndarray, fraction: float, seed: int) -> Iterator[np.ndarray]:
+    """Which symbols of a text are masked, (n,) bool for one piece after the other of BLOCK ids.
+
+    A piece is so much longer that the next one begins with a character.
+    """
+    generator, starts = torch.Generator().manual_seed(seed), torch.from_numpy(starts_character)
+    start = 0
+    while start < len(ids):
+        end = min(start + BLOCK, len(ids))
+        while end < len(ids) and not starts_character[ids[end]]:
+            end += 1
+        tokens = torch.from_numpy(ids[start:end].astype(np.int64))[None]
+        yield choose_masked(tokens, starts, fraction, generator)[0].numpy()
+        start = end
 
 
 def _windows(count: int, window: int, batch_size: int) -> Iterator[np.ndarray]:

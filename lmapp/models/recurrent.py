@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lmapp import cells
+from lmapp.cells import outside
 from lmapp.cells.products import linear
 from lmapp.cells.protocol import Cell, State, map_state
 from lmapp.errors import UsageError
@@ -83,7 +84,7 @@ def make_layers(
         taken = {name: value for name, value in options.items() if name in kind.options}
         if kind.reads_out:
             taken["output_size"] = vocabulary_size
-        layers.append(kind(width, hidden_size, **taken))
+        layers.append(outside.make(kind, width, hidden_size, **taken))
         width = (width if dense else 0) + layers[-1].output_size * (2 if both_ways else 1)
     if options["activation"] != "tanh" and not any("activation" in kind.options for kind in kinds):
         raise UsageError(f"--model.activation is an option of the vanilla cell; --model.cell is {_names(kinds)}.")
@@ -401,7 +402,11 @@ class RecurrentModel(nn.Module):
             return
         whole = layer._parameters[name]
         assert whole is not None
-        layer._parameters[name] = F.dropout(whole, self.weight_drop)  # type: ignore[assignment]
+        rows = layer.recurrent_rows
+        dropped = F.dropout(whole[:rows], self.weight_drop)
+        if rows is not None:
+            dropped = torch.cat((dropped, whole[rows:]))
+        layer._parameters[name] = dropped  # type: ignore[assignment]
         try:
             yield
         finally:

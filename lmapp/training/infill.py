@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lmapp.config import Config
 from lmapp.data.batches import Batch
-from lmapp.gradients.decay import Truncation
+from lmapp.gradients.truncation import Truncation
 from lmapp.models import InfillModel
 from lmapp.models.evaluation import losses
 from lmapp.models.infill import choose_masked
@@ -53,7 +53,8 @@ class InfillModule(LanguageModule):
         logits = self.model(tokens.masked_fill(masked, self.model.mask_symbol))
         targets = tokens.masked_fill(~masked, -1)
         each = losses(logits, targets)
+        self._predicted, self._characters = int((masked & self.starts_character[tokens]).sum()), batch.characters
         # Without a character that begins there, as in the middle of one spelt in bytes, nothing is masked.
-        loss = each.sum() / max(1, int((masked & self.starts_character[tokens]).sum()))
-        self._loss, self._losses, self._characters = loss.detach(), each.detach(), batch.characters
+        loss = each.sum() / max(1, self._predicted)
+        self._loss, self._losses = loss.detach(), each.detach()
         return loss

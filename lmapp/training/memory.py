@@ -1,23 +1,32 @@
-"""What a training step will need of memory and what there is, asked before the first one is taken; and keeping it.
+"""What training will need of memory and what there is, asked before the first step is taken; and keeping it.
 
-Shapes: B rows, T steps, V symbols.
+Shapes: B rows, T steps, V symbols; of a measurement of gradient decay N windows, m end points each, K the largest lag.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from lmapp.gradients.decay import Truncation
-from lmapp.models import InfillModel, Network, RecurrentModel, WindowModel
-from lmapp.training import truncation as truncated
+from lmapp.config import Config, TrainConfig
+from lmapp.data.batches import RowBatches
+from lmapp.errors import UsageError
+from lmapp.gradients.decay import ProbeShape, measure
+from lmapp.gradients.truncation import Truncation
+from lmapp.models import InfillModel, Network, RecurrentModel, WindowModel, make_model
+from lmapp.training.optimizers import moments
+from lmapp.training.truncation import kernels, work
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
@@ -26,37 +35,61 @@ class Need(NamedTuple):
     """Bytes that training takes.
 
     Attributes:
-        weights: weights, their gradients and two moments, in fp32.
+        weights: weights, their gradients and what the optimiser keeps of them, in fp32.
         step: what a step makes of its characters beside that.
+        probe: what a measurement of gradient decay makes, which is done before the first step and between others.
     """
 
     weights: int
     step: int
+    probe: int = 0
 
     @property
     def total(self) -> int:
-        """Both."""
-        return self.weights + self.step
+        """The most at a time."""
+        return self.weights + max(self.step, self.probe)
 
 
-def needed(model: Network, truncation: Truncation, rows: int, steps: int, carry: bool) -> Need:
+def needed(
+    model: Network,
+    train: TrainConfig,
+    truncation: Truncation,
+    rows: int,
+    steps: int,
+    longest: int,
+    probe: ProbeShape | None = None,
+) -> Need:
     """What training on windows of B rows of T steps takes at its peak.
 
     A character costs what the forward pass keeps for it, measured on two short windows; what the backward pass of one
     layer makes, while the rest is still there; and three times the V fp32 numbers of its logits: their
-    log-probabilities, and the gradients of both. Against the peaks of real steps that is right within a factor of two.
+    log-probabilities, and the gradients of both. Against the peaks of real steps that is right within a factor of two,
+    as is what is measured of the probe.
+
+    Args:
+        model: what is trained.
+        train: how.
+        truncation: where the gradient is cut.
+        rows: B.
+        steps: T.
+        longest: the steps of the longest row.
+        probe: how gradient decay is measured, if it is.
     """
-    short, long = 2, 6
-    few = min(rows, 4)
-    kept = (_kept(model, truncation, few, long) - _kept(model, truncation, few, short)) / (few * (long - short))
+    few, short = min(rows, 4), 2
+    by_table = kernels(model, truncation, rows, steps, longest)[0] == "table+scan"
+    if by_table and not isinstance(model, WindowModel) and model.embedding is not None:
+        # An embedding's first layer has a table for more characters than symbols only.
+        few = min(rows, 32)
+        short = model.vocabulary_size // few + 1
+    kept = (_kept(model, truncation, few, short + 4) - _kept(model, truncation, few, short)) / (few * 4)
     character = kept + _backward(model) + 3 * 4 * model.vocabulary_size
-    characters = rows * truncated.work(truncation, steps, carry)
-    return Need(weights(model), round(character * characters))
+    step = round(character * rows * work(truncation, steps, longest))
+    return Need(weights(model, train), step, 0 if probe is None else _probed(model, probe))
 
 
-def weights(model: torch.nn.Module) -> int:
-    """Bytes of fp32 weights, their gradients and two moments."""
-    return 16 * sum(p.numel() for p in model.parameters())
+def weights(model: torch.nn.Module, train: TrainConfig) -> int:
+    """Bytes of fp32 weights, their gradients and what the optimiser keeps."""
+    return 4 * (2 + moments(train)) * sum(p.numel() for p in model.parameters())
 
 
 def _backward(model: Network) -> int:
@@ -98,6 +131,123 @@ def _kept(model: Network, truncation: Truncation, rows: int, steps: int) -> int:
     return total
 
 
+def _probed(model: Network, shape: ProbeShape) -> int:
+    """Bytes that measuring gradient decay makes, extrapolated from two short measurements.
+
+    They have so many pairs of a step and an end point that what grows with these is more than the copies of a recurrent
+    matrix that products make.
+    """
+    assert isinstance(model, RecurrentModel)
+    layers: Any = model.layers
+    few = min(shape.windows, 8)
+    lag = 2 + 3 * max(layer.hidden_size for layer in layers) // (2 * few * shape.end_points)
+    pairs, peaks = [], []
+    for short in (replace(shape, windows=few, warm_up=0, max_lag=share * lag) for share in (1, 2)):
+        with _Peak(model) as peak:
+            measure(model, torch.zeros(few, short.length, dtype=torch.int64), short)
+        pairs.append(_pairs(short))
+        peaks.append(peak.most)
+    pair = (peaks[1] - peaks[0]) / (pairs[1] - pairs[0])
+    return round(peaks[0] + pair * (_pairs(shape) - pairs[0]))
+
+
+def _pairs(shape: ProbeShape) -> int:
+    """Of steps that a measurement goes back over and end points: N·m·(K+m)."""
+    return shape.windows * shape.end_points * (shape.max_lag + shape.end_points)
+
+
+class _Peak(TorchDispatchMode):
+    """Counts the bytes of all tensors made while it is entered, as long as each is there; `most` is the peak."""
+
+    def __init__(self, model: Network) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known = {p.untyped_storage()._cdata for p in model.parameters()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self._known:
+                    self._known.add(key)
+                    self.now += size
+                    weakref.finalize(storage, self._gone, key, size)
+        self.most = max(self.most, self.now)
+        return made
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def check_weights(config: Config, vocabulary_size: int, device: torch.device) -> None:
+    """Refuse a network that cannot fit, before it is made.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    with torch.device("meta"):
+        model = make_model(vocabulary_size, config.model)
+    need, there = weights(model, config.train), available(device)
+    if there is not None and need > there:
+        parameters = sum(p.numel() for p in model.parameters())
+        other = "--model.window" if config.model.kind == "window" else "--model.num-layers"
+        raise UsageError(
+            f"This needs at least {size(need)} of memory ({parameters:,} parameters); {size(there)} are available.\n"
+            f"Try a smaller --model.hidden-size or {other}."
+        )
+
+
+def check(
+    need: Need,
+    config: Config,
+    truncation: Truncation,
+    batches: RowBatches,
+    probe: ProbeShape | None,
+    device: torch.device,
+) -> None:
+    """Refuse what cannot fit before the system starts to kill processes for it.
+
+    Raises:
+        UsageError: a step, or a measurement of gradient decay, cannot.
+    """
+    there = available(device)
+    if there is None or need.total <= there:
+        return
+    if probe is not None and need.weights + need.step <= there:
+        raise UsageError(
+            f"This needs about {size(need.total)} of memory, {size(need.probe)} of it to measure gradient decay up to "
+            f"lag {probe.max_lag:,}\non {count(probe.windows, 'window')}; {size(there)} are available.\n"
+            "Try a smaller --gradients.max-lag or --gradients.windows, or --gradients.every-steps 0."
+        )
+    window = "--model.window, " if config.model.kind == "window" else ""
+    smaller = f"--model.hidden-size, {window}--data.batch-size or --data.sequence-length"
+    match truncation.mode:
+        case "full":
+            ways = "It grows with the text: use less of it, a smaller --model.hidden-size, or another --train.bptt."
+        case "sliding":
+            ways = f"Try a larger --train.stride, or a smaller --train.truncation-length, {smaller}."
+        case _:
+            ways = f"Try a smaller {smaller}."
+    raise UsageError(
+        f"This needs about {size(need.weights + need.step)} of memory, {size(need.step)} of it for a step of "
+        f"--train.bptt {truncation.mode} on\n{count(batches.batch_size, 'row')} of "
+        f"{count(batches.sequence_length, 'character')}; {size(there)} are available.\n{ways}"
+    )
+
+
+def size(bytes_: int) -> str:
+    """Bytes as people read them."""
+    return f"{bytes_ / 2**30:,.1f} GiB" if bytes_ >= 2**30 else f"{bytes_ / 2**20:,.0f} MiB"
+
+
+def count(number: int, noun: str) -> str:
+    """A number and what it counts: "1 row", "1,000 rows"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def available(device: torch.device) -> int | None:
     """Bytes that can still be had: the GPU's, or the system's within this process's limits; None if it does not say."""
     if device.type == "cuda":
@@ -120,7 +270,7 @@ def _system() -> int | None:
 
 
 def _limits() -> Iterator[int]:
-    """The memory limits of the control groups this process is in, version 1 and 2, as far as they can be read."""
+    """What the control groups this process is in leave it of their limits, version 1 and 2, as far as can be read."""
     try:
         lines = (PROC / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -128,9 +278,10 @@ def _limits() -> Iterator[int]:
     for line in lines:
         number, controllers, path = line.split(":", 2)
         if number == "0":
-            top, name = CGROUPS, "memory.max"
+            top, limit, usage, prefix = CGROUPS, "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
-            top, name = CGROUPS / "memory", "memory.limit_in_bytes"
+            top, limit, usage = CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            prefix = "total_"  # of all groups below, which usage counts too
         else:
             continue
         # A limit holds for all groups below it. In a container the path may be one that only the host sees.
@@ -138,9 +289,22 @@ def _limits() -> Iterator[int]:
         for directory in (group, *group.parents):
             if directory.is_relative_to(top):
                 try:
-                    yield int((directory / name).read_text())
+                    most = int((directory / limit).read_text())
                 except (OSError, ValueError):  # not there, or "max"
                     continue
+                yield max(0, most - _used(directory, usage, prefix))
+
+
+def _used(group: Path, usage: str, prefix: str) -> int:
+    """Bytes in use by a control group but for its copies of files, which make room; 0 if it does not say."""
+    used = files = 0
+    try:
+        used = int((group / usage).read_text())
+        lines = [line.split() for line in (group / "memory.stat").read_text().splitlines()]
+        files = sum(int(value) for name, value in lines if name in (f"{prefix}active_file", f"{prefix}inactive_file"))
+    except (OSError, ValueError):
+        pass
+    return max(0, used - files)
 
 
 @contextmanager

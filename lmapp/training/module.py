@@ -20,22 +20,24 @@ from torch import Tensor
 from lmapp.config import Config
 from lmapp.data.batches import Batch
 from lmapp.gradients import clipping
-from lmapp.gradients.decay import Truncation
+from lmapp.gradients.truncation import Truncation
 from lmapp.models import Network
 from lmapp.models.evaluation import losses
-from lmapp.training import plan, truncation
+from lmapp.training import plan
 from lmapp.training.optimizers import make_optimizer
-from lmapp.training.truncation import Carried
+from lmapp.training.truncation import Carried, cold, read
 
 
 class StepReport(NamedTuple):
     """What one step did.
 
-    losses (B, T): the loss of each prediction in nats, 0 where nothing is predicted. norm: of the gradient before
-    clipping (its largest entry under clipping by value). kind: "clip", "nonfinite" or None.
+    loss: the mean over the characters `predicted`. losses (B, T): that of each prediction in nats, 0 where nothing is
+    predicted. norm: of the gradient before clipping (its largest entry under clipping by value). kind: "clip",
+    "nonfinite" or None.
     """
 
     loss: float
+    predicted: int
     losses: Tensor
     norm: float
     threshold: float | None
@@ -118,7 +120,7 @@ class LanguageModule(lightning.LightningModule):
         """The plan of a resumed run whose limits were changed."""
         self._carried: Carried | None = None
         self._random: dict[str, Any] | None = None
-        self._loss, self._losses, self._characters = torch.zeros(()), torch.zeros(()), 0
+        self._loss, self._losses, self._predicted, self._characters = torch.zeros(()), torch.zeros(()), 0, 0
         self._started = 0.0
 
     # What is due at a step, asked by every callback -----------------------------------------------------------------
@@ -146,11 +148,12 @@ class LanguageModule(lightning.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """J of the batch, in nats per character."""
         if batch_idx == 0 or not self.config.train.carry_state or self._carried is None:
-            self._carried = truncation.cold(self.model, batch.inputs.shape[0])
-        logits, self._carried = truncation.read(self.model, batch.inputs, self._carried, self.truncation)
+            self._carried = cold(self.model, batch.inputs.shape[0])
+        logits, self._carried = read(self.model, batch.inputs, self._carried, self.truncation)
         each = losses(logits, batch.targets)
         loss = each.sum() / batch.characters
-        self._loss, self._losses, self._characters = loss.detach(), each.detach(), batch.characters
+        self._loss, self._losses = loss.detach(), each.detach()
+        self._predicted = self._characters = batch.characters
         return loss
 
     def configure_gradient_clipping(
@@ -180,6 +183,7 @@ class LanguageModule(lightning.LightningModule):
             clipping.clip_by_norm(gradients, threshold, norm)
         self.report = StepReport(
             loss=float(self._loss),
+            predicted=self._predicted,
             losses=self._losses,
             norm=norm,
             threshold=threshold,

@@ -29,3 +29,14 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
             return torch.optim.RMSprop(groups, lr=rate, alpha=0.95, momentum=config.momentum)
         case "sgd":
             return torch.optim.SGD(groups, lr=rate, momentum=config.momentum)
+
+
+def moments(config: TrainConfig) -> int:
+    """Numbers that the update rule keeps for each parameter."""
+    match config.optimizer:
+        case "adamw" | "adam":
+            return 2
+        case "rmsprop":
+            return 2 if config.momentum else 1
+        case _:
+            return 1 if config.momentum else 0

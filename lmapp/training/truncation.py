@@ -1,6 +1,8 @@
 """Truncated back-propagation through time: a window's logits, with the gradient cut where the mode says.
 
-The values never depend on the mode, only the gradients do.
+Only the gradients depend on the mode, not the values, as long as the weights stay. Where they change between windows,
+"sliding" reads the tokens it has kept again with the new ones, all other modes go on from a state that the old ones
+made.
 
 Shapes: B rows, T steps of a window, V symbols, n kept tokens a row, m groups; τ, s, π as in `Truncation`.
 """
@@ -13,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lmapp.config import TrainConfig
-from lmapp.gradients.decay import Truncation
-from lmapp.models import LanguageNetwork, detach
+from lmapp.gradients.truncation import UNLIMITED, Truncation
+from lmapp.models import LanguageNetwork, Network, RecurrentModel, detach
 from lmapp.models.recurrent import States
 
 
@@ -38,16 +40,23 @@ class Group(NamedTuple):
     end: int
 
 
-def resolve(train: TrainConfig, sequence_length: int) -> Truncation:
-    """What the options come to for windows of T steps; under "full" T is a row's whole length."""
+def resolve(train: TrainConfig, sequence_length: int, longest: int = UNLIMITED) -> Truncation:
+    """What the options come to for windows of T steps; under "full" T is a row's whole length.
+
+    The text may be too short for what was asked for: nothing then reaches beyond a window, or under "sliding" a row.
+
+    Args:
+        train: the options.
+        sequence_length: T.
+        longest: the steps of the longest row.
+    """
     length = sequence_length if train.truncation_length is None else train.truncation_length
-    if train.bptt == "block":
-        length = min(length, sequence_length)  # the text may be too short for the window asked for
+    length = min(length, longest if train.bptt == "sliding" else sequence_length)
     probability = 1.0
     if train.bptt == "randomised":
         # A window of one step, all that such a text allows, has nothing to cut inside.
         probability = train.keep_probability or 1 - 1 / length or 1.0
-    return Truncation(length, train.bptt, sequence_length, train.stride, probability)
+    return Truncation(length, train.bptt, sequence_length, min(train.stride, sequence_length), probability)
 
 
 def cold(model: LanguageNetwork, rows: int) -> Carried:
@@ -106,12 +115,33 @@ def groups(truncation: Truncation, kept: int, steps: int) -> list[Group]:
     return [Group(start, first, end) for (start, end), first in zip(ends.items(), firsts, strict=False)]
 
 
-def work(truncation: Truncation, steps: int, carry: bool) -> int:
-    """Steps a row reads for a window of T, those read without a gradient apart: T, but more under "sliding"."""
+def work(truncation: Truncation, steps: int, longest: int) -> int:
+    """Steps a row reads for the window that needs most, those read without a gradient apart.
+
+    That is T, but more under "sliding": so many tokens as may be, or as the row holds, are kept before the window.
+
+    Args:
+        truncation: where the gradient is cut.
+        steps: T.
+        longest: the steps of the longest row.
+    """
     if truncation.mode != "sliding":
         return steps
-    parts = groups(truncation, truncation.length - 1 if carry else 0, steps)
-    return len(parts) * max(part.end - part.start for part in parts)
+    # The more tokens are kept before a window, the more it needs: the last whole one does, or the narrow one after it.
+    lasts = (longest // steps - 1) * steps, longest // steps * steps
+    found = []
+    for begin in lasts:
+        parts = groups(truncation, min(truncation.length - 1, begin), min(steps, longest - begin))
+        found.append(len(parts) * max((part.end - part.start for part in parts), default=0))
+    return max(found)
+
+
+def kernels(model: Network, truncation: Truncation, rows: int, steps: int, longest: int) -> list[str]:
+    """What each layer runs on in a whole window, under "sliding" with others before it; as a model's own `kernels`."""
+    if truncation.masks:
+        assert isinstance(model, RecurrentModel)
+        return model.kernels(rows, work(truncation, steps, longest), masks=True)
+    return model.kernels(rows, work(truncation, steps, longest))
 
 
 def _slide(model: LanguageNetwork, inputs: Tensor, carried: Carried, truncation: Truncation) -> tuple[Tensor, Carried]:

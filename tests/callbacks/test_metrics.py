@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lmapp
+from lmapp.models.infill import choose_masked
+from lmapp.training import infill
 from lmapp.units import perplexity
 
 TRAIN = {
@@ -106,6 +109,37 @@ def test_a_mean_is_over_all_steps_since_the_last_time_weighted_by_characters(tmp
         before = together[together.index(line) - 1]["seconds"] if start else 0.0
         assert line["train/chars_per_second"] == pytest.approx(total / (line["seconds"] - before), rel=1e-6)
         start = line["step"]
+
+
+def test_the_loss_of_an_infill_model_is_weighted_by_what_was_masked(
+    tmp_path: Path, real_text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose share of a batch differs: each step masks another one here, and the last of them nothing."""
+    text = "".join(c for c in real_text if c.isascii())[:900]
+    masked: list[int] = []
+
+    def choose(tokens: torch.Tensor, starts: torch.Tensor, fraction: float) -> torch.Tensor:
+        share = (len(masked) % 5 + 1) * 0.15 if len(masked) < 20 else 0.0
+        chosen = choose_masked(tokens, starts, share) if share else torch.zeros_like(tokens, dtype=torch.bool)
+        masked.append(int(chosen.sum()))
+        return chosen
+
+    monkeypatch.setattr(infill, "choose_masked", choose)
+    options: dict[str, Any] = {"data": {"val_fraction": 0}, "model": {"kind": "infill"}}
+    (tmp_path / "single").mkdir()
+    single = run(tmp_path / "single", text, logging={"every_steps": 1}, **options)
+    counted = masked.copy()
+    masked.clear()
+    together = run(tmp_path, text, logging={"every_steps": 5}, **options)
+    assert masked == counted
+    for start, line in zip(range(0, 20, 5), together, strict=False):
+        steps = range(start, start + 5)
+        mean = sum(single[i]["train/infill_loss"] * counted[i] for i in steps) / sum(counted[i] for i in steps)
+        assert line["train/infill_loss"] == pytest.approx(mean, rel=1e-9)
+        assert line["characters"] == single[start + 4]["characters"]
+    assert [line["step"] for line in together] == [5, 10, 15, 20, 25]
+    assert "train/infill_loss" not in together[-1]
+    assert together[-1]["gradient/norm"] == 0
 
 
 def test_a_loss_too_large_for_a_perplexity_is_infinite() -> None:

@@ -11,7 +11,6 @@ from lmapp.gradients.decay import (
     Curve,
     Decay,
     ProbeShape,
-    Truncation,
     cut_recurrence_warning,
     lost_share,
     measure,
@@ -19,6 +18,7 @@ from lmapp.gradients.decay import (
     probe_windows,
     verdict,
 )
+from lmapp.gradients.truncation import UNLIMITED, Truncation
 from lmapp.models import LayerGradients, RecurrentModel
 
 # Where to measure
@@ -207,6 +207,7 @@ class _ReadsPrevious(nn.Module):
     """h_t = h_{t−1}/2 and logits (h_{t−1}, 0): the output is read from the state before."""
 
     hidden_size, output_size, gate_size = 1, 2, 1
+    output_component = None
 
     def __init__(self):
         super().__init__()
@@ -690,10 +691,10 @@ def test_verdicts_on_other_truncations_than_block():
         assert f"{100 * lost:.1f} %" in text
     assert "With losses that look back 20 steps, " in verdict(decay, Truncation(20, "sliding", 64))
     text = verdict(decay, Truncation(8, "randomised", 30, 1, 0.875))
-    assert "nothing is cut on average: gradients look back 8 steps in the mean" in text
+    assert "nothing is cut on average: gradients look back 6.17 steps in the mean" in text
     assert "unbiased" in text
     assert "Where a window of 30 steps begins they end" in text
-    assert "look back inf steps" in verdict(decay, Truncation(8, "randomised", 30, 1, 1.0))
+    assert "look back 15.5 steps" in verdict(decay, Truncation(8, "randomised", 30, 1, 1.0))
     text = verdict(decay, Truncation(300, "full", 300))
     assert text.startswith("Nothing is cut: every loss looks back to the beginning of its row.")
     assert "%" not in text
@@ -702,10 +703,35 @@ def test_verdicts_on_other_truncations_than_block():
 
 
 def test_the_longest_lag_unless_given():
-    assert Truncation(300, "block", 300).max_lag == 600
-    assert Truncation(300, "sliding", 64).max_lag == 600
-    assert Truncation(30_000, "full", 30_000).max_lag == 512
-    assert Truncation(100, "full", 100).max_lag == 200
+    """Twice what a loss looks back at most; beyond 512 that is not measured unless it is asked for."""
+
+    def lag(truncation, **given):
+        shape, note = probe_shape(
+            100_000, 0, truncation_length=truncation.length, look_back=truncation.look_back, **given
+        )
+        capped = shape.max_lag == 512
+        assert ("the largest lag is 512 instead of" in note and "unless a longer one is asked for" in note) == capped
+        return shape.max_lag
+
+    assert lag(Truncation(255, "block", 400)) == 510
+    assert lag(Truncation(300, "block", 300)) == 512
+    assert lag(Truncation(300, "sliding", 64)) == 512
+    assert lag(Truncation(30, "sliding", 64, 5)) == 68
+    assert lag(Truncation(5, "randomised", 64, 1, 0.8)) == 128
+    assert lag(Truncation(30_000, "full", 30_000)) == 512
+    assert lag(Truncation(100, "full", 100)) == 200
+    assert lag(Truncation(300, "block", 300), max_lag=700) == 700
+    assert Truncation(100, "full", 100).look_back == (UNLIMITED, UNLIMITED)
+
+
+@pytest.mark.parametrize(("window", "keep"), [(1, 0.5), (3, 0.5), (30, 0.875), (64, 1 - 1 / 64), (40, 1.0)])
+def test_how_far_a_randomised_loss_looks_back_in_the_mean(window, keep):
+    """Over every offset in a window and every place of the first cut before it, weighted with its probability."""
+    found = 0.0
+    for offset in range(1, window + 1):
+        reach = sum(step * keep ** (step - 1) * (1 - keep) for step in range(1, offset))
+        found += (reach + offset * keep ** (offset - 1)) / window
+    assert Truncation(8, "randomised", window, 1, keep).mean_look_back == pytest.approx(found, rel=1e-12)
 
 
 def test_curve_can_be_made_from_recorded_numbers():

@@ -1,8 +1,10 @@
 """A checkpoint at work: what it loads from, what a text scores, and that an evaluation is the run's own figure."""
 
+import importlib
 import json
 import math
 import shutil
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -156,6 +158,24 @@ def test_an_incomplete_checkpoint_is_refused(plain: Path, tmp_path: Path, damage
     checkpoint.write(path, content)
     with pytest.raises(CheckpointError, match=r"damaged\.ckpt"):
         lmapp.load(path)
+
+
+def test_a_cell_from_outside_is_imported_first(
+    tmp_path: Path, ascii_text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "outsider.py").write_text("from lmapp.cells.gru import GRU\nclass Own(GRU): pass\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run = train(tmp_path, ascii_text, "outside", model={"cell": ["gru", "outsider:Own"]}, train={"max_steps": 2})
+    expected = lmapp.load(run).generate("if ", 20, seed=3)
+    monkeypatch.delitem(sys.modules, "outsider")
+    with pytest.raises(CheckpointError, match=r"the code of outsider:Own is not .* add --import outsider\n"):
+        lmapp.load(run)
+    assert "outsider" not in sys.modules
+    own = importlib.import_module("outsider")
+    assert lmapp.load(run).generate("if ", 20, seed=3) == expected
+    monkeypatch.delattr(own, "Own")
+    with pytest.raises(CheckpointError, match=r"best\.ckpt cannot be opened: --model\.cell: there is no class 'Own'"):
+        lmapp.load(run)
 
 
 # Writing --------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The figures' arithmetic: every target once, whatever the batch."""
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from lmapp.cells.protocol import HiddenState
 from lmapp.errors import LmappError
-from lmapp.models import InfillModel, RecurrentModel
+from lmapp.models import InfillModel, RecurrentModel, evaluation
 from lmapp.models.evaluation import Score, evaluate, evaluate_cold, evaluate_infill
 
 V = 50
@@ -221,6 +222,54 @@ def test_the_infill_loss_of_a_network_does_not_depend_on_the_batch_size(real_tex
     assert max(losses) - min(losses) < 1e-6
     assert losses.pop() == pytest.approx(math.log(V), abs=0.5)
     assert model.training
+
+
+def test_the_mask_depends_on_neither_batch_size_nor_window(monkeypatch):
+    """It is drawn in pieces, whose ends lie where a character begins: of 2 to 4 symbols here, which go together."""
+    monkeypatch.setattr(evaluation, "BLOCK", 100)
+    starts, sizes = np.arange(V) % 3 != 1, np.ones(V, dtype=np.int64)
+    rng = np.random.default_rng(0)
+    ids = np.concatenate([[rng.integers(17) * 3, *[1] * rng.integers(1, 4)] for _ in range(800)]).astype(np.uint8)
+    found = []
+    for window, batch_size in ((32, 1), (32, 7), (1000, 2), (3, 5), (5000, 64)):
+        model = Guessing()
+        arguments = {"mask_fraction": 0.2, "window": window, "batch_size": batch_size}
+        score = evaluate_infill(model, ids, starts, sizes, **arguments)
+        read = np.array([symbol for row in model.reads for symbol in row])
+        found.append((score.characters, (read == V).tolist()))
+        assert score.loss_sum == pytest.approx(ids[read == V].sum() + (read == V).sum() * model.constant, rel=1e-6)
+    assert all(part == found[0] for part in found)
+    characters, masked = found[0]
+    assert characters == pytest.approx(0.2 * 800, abs=len(ids) / 100)
+    whole = np.split(np.array(masked), np.flatnonzero(starts[ids])[1:])
+    assert len(whole) == 800
+    assert all(symbols.all() or not symbols.any() for symbols in whole)
+    assert sum(symbols.all() for symbols in whole) == characters
+    # every piece has its share
+    assert all(10 < sum(masked[start : start + 200]) < 70 for start in range(0, len(ids) - 200, 100))
+
+
+def test_a_long_text_stays_where_it_is(tmp_path):
+    """Of a million ids in a file no more than some pieces are in memory at once: all of them, widened, take 8 MB."""
+
+    class Forgetting(Guessing):
+        def forward(self, tokens):
+            logits = super().forward(tokens)
+            self.reads.clear()
+            return logits
+
+    path = tmp_path / "ids"
+    np.memmap(path, dtype=np.uint8, mode="w+", shape=10**6)[:] = 1
+    ids = np.memmap(path, dtype=np.uint8, mode="r")
+    tracemalloc.start()
+    try:
+        ones = np.ones(2, dtype=bool)
+        score = evaluate_infill(Forgetting(2), ids, ones, ones, mask_fraction=0.1, window=64, batch_size=64)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert score.characters == pytest.approx(10**5, abs=16)
+    assert peak < 3 * 2**20
 
 
 def test_no_text_has_nothing_to_restore():

@@ -17,6 +17,7 @@ from lmapp import checkpoint
 from lmapp.config import build
 from lmapp.errors import LmappError
 from lmapp.models.recurrent import RecurrentModel
+from lmapp.training import module as training_module
 from lmapp.training import truncation
 from lmapp.training.module import LanguageModule
 
@@ -305,7 +306,7 @@ class Sabotage:
 
         monkeypatch.setattr(LanguageModule, "training_step", training_step)
         monkeypatch.setattr(RecurrentModel, "forward", poisoned)
-        monkeypatch.setattr(truncation, "read", watched)
+        monkeypatch.setattr(training_module, "read", watched)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

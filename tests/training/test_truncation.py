@@ -17,8 +17,9 @@ import lmapp.run
 from lmapp import checkpoint, laboratory
 from lmapp.config import build
 from lmapp.errors import LmappError, UsageError
-from lmapp.gradients.decay import Truncation
+from lmapp.gradients.truncation import Truncation
 from lmapp.models import RecurrentModel, make_model
+from lmapp.training import module as training_module
 from lmapp.training import truncation
 from lmapp.training.module import LanguageModule
 from lmapp.training.truncation import Carried, cold, groups, read, resolve, work
@@ -71,9 +72,18 @@ def test_options_resolved() -> None:
     assert resolve(options(bptt="full"), 900) == Truncation(900, "full", 900)
     assert resolve(options(bptt="sliding", truncation_length=20, stride=4), 8) == Truncation(20, "sliding", 8, 4)
     assert resolve(options(bptt="randomised"), 8) == Truncation(8, "randomised", 8, 1, 1 - 1 / 8)
-    assert resolve(options(bptt="randomised", truncation_length=20), 8).keep_probability == 0.95
+    assert resolve(options(bptt="randomised", truncation_length=5), 8) == Truncation(5, "randomised", 8, 1, 0.8)
     assert resolve(options(bptt="randomised", keep_probability=0.3), 8).keep_probability == 0.3
     assert resolve(options(bptt="randomised"), 1).keep_probability == 1
+
+
+def test_options_resolved_for_a_text_that_is_too_short_for_them() -> None:
+    assert resolve(options(truncation_length=8), 5, 5) == Truncation(5, "block", 5)
+    assert resolve(options(bptt="randomised", truncation_length=8), 5, 5) == Truncation(5, "randomised", 5, 1, 0.8)
+    sliding = options(bptt="sliding", truncation_length=20, stride=6)
+    assert resolve(sliding, 8, 20) == Truncation(20, "sliding", 8, 6)
+    assert resolve(sliding, 8, 19) == Truncation(19, "sliding", 8, 6)
+    assert resolve(sliding, 5, 5) == Truncation(5, "sliding", 5, 5)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +95,15 @@ def test_options_resolved() -> None:
         ({}, {"bptt": "full", "truncation_length": 8}, "leave out --train.truncation-length"),
         ({}, {"bptt": "full", "stride": 2}, "--train.stride is an option of --train.bptt sliding"),
         ({}, {"bptt": "sliding", "keep_probability": 0.5}, "--train.keep-probability is an option of"),
+        ({}, {"bptt": "sliding", "stride": 65}, "--train.stride 65 is longer than the window, --data.sequence-length"),
+        ({}, {"bptt": "randomised", "truncation_length": 65}, "64: randomised truncation cuts"),
+        (
+            {},
+            {"bptt": "randomised", "truncation_length": 8, "keep_probability": 0.5},
+            "--train.truncation-length and --train.keep-probability exclude each other",
+        ),
+        ({}, {"bptt": "sliding", "carry_state": False}, "block and randomised: sliding looks back\ninto the windows"),
+        ({}, {"bptt": "full", "carry_state": False}, "full reads a row's\nwhole text in one window"),
     ],
 )
 def test_options_that_mean_nothing_are_refused_by_name(data: dict[str, Any], train: dict[str, Any], words: str) -> None:
@@ -94,8 +113,16 @@ def test_options_that_mean_nothing_are_refused_by_name(data: dict[str, Any], tra
     assert len(str(caught.value).splitlines()) <= 3
 
 
-def test_a_keep_probability_makes_a_length_of_one_good() -> None:
-    assert options(bptt="randomised", truncation_length=1, keep_probability=0.5).keep_probability == 0.5
+def test_a_keep_probability_makes_a_window_of_one_step_good() -> None:
+    train = {"bptt": "randomised", "keep_probability": 0.5}
+    assert build({"data": {"sequence_length": 1}, "train": train}).train.keep_probability == 0.5
+
+
+def test_what_nothing_carries_cannot_be_told_not_to() -> None:
+    with pytest.raises(UsageError, match=r"--train\.carry-state is an option of kinds recurrent and window"):
+        build({"model": {"kind": "infill"}, "train": {"carry_state": False}})
+    for kind in ("recurrent", "window"):
+        assert not build({"model": {"kind": kind}, "train": {"carry_state": False}}).train.carry_state
 
 
 # The smallest example -------------------------------------------------------------------------------------------------
@@ -354,12 +381,24 @@ def test_groups_hold_every_loss_once(widths: list[int], length: int, stride: int
 
 
 def test_the_work_of_sliding() -> None:
-    assert work(Truncation(8, "block", 64), 64, True) == 64
-    assert work(Truncation(8, "sliding", 64), 64, True) == 64 * 8
-    assert work(Truncation(8, "sliding", 64, 8), 64, True) == 8 * 15
-    assert work(Truncation(100, "sliding", 64, 10), 64, True) == 7 * 109
-    assert work(Truncation(100, "sliding", 64, 10), 64, False) == 64
-    assert work(Truncation(3, "sliding", 4), 4, False) == 2 * 3
+    assert work(Truncation(8, "block", 64), 64, 1000) == 64
+    assert work(Truncation(8, "sliding", 64), 64, 1000) == 64 * 8
+    assert work(Truncation(8, "sliding", 64, 8), 64, 1000) == 8 * 15
+    assert work(Truncation(100, "sliding", 64, 10), 64, 1000) == 7 * 109
+    assert work(Truncation(100, "sliding", 64, 10), 64, 64) == 64
+    assert work(Truncation(3, "sliding", 4), 4, 4) == 2 * 3
+    assert work(Truncation(95, "sliding", 64), 64, 95) == 95  # as one group
+
+
+@pytest.mark.parametrize("longest", [8, 9, 15, 16, 17, 40, 43])
+@pytest.mark.parametrize(("length", "stride"), [(1, 1), (3, 2), (7, 8), (8, 1), (12, 5), (30, 3), (43, 1)])
+def test_no_window_of_a_row_needs_more_work(longest: int, length: int, stride: int) -> None:
+    cut = Truncation(min(length, longest), "sliding", 8, stride)
+    found = []
+    for begin in range(0, longest, 8):
+        parts = groups(cut, min(cut.length - 1, begin), min(8, longest - begin))
+        found.append(len(parts) * max(part.end - part.start for part in parts))
+    assert work(cut, 8, longest) == max(found)
 
 
 # All modes ------------------------------------------------------------------------------------------------------------
@@ -389,6 +428,25 @@ def test_the_values_do_not_depend_on_the_mode(cell: str) -> None:
         torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-12, atol=1e-12, msg=lambda m: f"{name}: {m}")  # noqa: B023
         if cut.mode != "sliding":
             torch.testing.assert_close(carried.states, last, rtol=1e-12, atol=1e-12)
+
+
+def test_sliding_reads_what_it_kept_with_the_weights_as_they_are() -> None:
+    """Where they changed between two windows; every other mode goes on from the state that the old ones made."""
+    (first, _), (second, _) = distinct(2, [8, 8])
+    found = {}
+    for name, train in MODES.items():
+        model = model_of("gru", 2, 32)
+        cut = resolve(options(**train), 8)
+        _, carried = read(model, first, cold(model, 2), cut)
+        for parameter in model.parameters():
+            parameter.data *= 0.9
+        found[name], _ = read(model, second, carried, cut)
+    again, _ = model(torch.cat((first, second), 1), model.initial_state(2))
+    torch.testing.assert_close(found.pop("strides"), again[:, 8:])  # its τ is longer than both windows
+    assert not torch.allclose(found.pop("sliding"), found["block"])
+    for logits in found.values():
+        torch.testing.assert_close(logits, found["block"])
+        assert not torch.allclose(logits, again[:, 8:])
 
 
 def test_dropout_is_drawn_in_every_mode() -> None:
@@ -474,7 +532,7 @@ def test_losses_of_runs_whose_weights_stay_do_not_depend_on_the_mode(tmp_path: P
     found: dict[bool, list[list[float]]] = {}
     for carry in (True, False):
         for mode in MODES:
-            if mode != "full":
+            if mode != "full" and (carry or MODES[mode].get("bptt") != "sliding"):
                 train = {**MODES[mode], "learning_rate": 1e-30, "carry_state": carry, "max_steps": 42}
                 run = lmapp.train(settings(tmp_path, text, train=train), quiet=True)
                 found.setdefault(carry, []).append([line["train/loss"] for line in lines(run)])
@@ -488,7 +546,7 @@ def test_losses_of_runs_whose_weights_stay_do_not_depend_on_the_mode(tmp_path: P
 
 def test_without_carried_state_nothing_is_kept(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = watch(monkeypatch)
-    train = {**MODES["strides"], "carry_state": False, "max_steps": 20}
+    train = {**MODES["blocks"], "carry_state": False, "max_steps": 20}
     lmapp.train(settings(tmp_path, text, train=train), quiet=True)
     assert all(carried.tokens.shape == (ROWS, 0) and not carried.states[0].h.any() for carried in seen)
 
@@ -542,7 +600,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, poison: int | None = None) -> list[Ca
         loss = step(module, batch, batch_idx)
         return loss * math.nan if module.progress.step + 1 == poison else loss
 
-    monkeypatch.setattr(truncation, "read", watched)
+    monkeypatch.setattr(training_module, "read", watched)
     monkeypatch.setattr(LanguageModule, "training_step", training_step)
     return seen
 
@@ -583,7 +641,7 @@ def test_what_was_carried_is_brought_to_the_device(tmp_path: Path) -> None:
         ),
         ("sliding", ["every loss looks back 7 steps", "about 7 times the work"]),
         ("strides", ["every loss looks back 20 to 25 steps", "about 6.25 times the work"]),
-        ("randomised", ["passes a step with probability 0.75", "looks back 4 steps in the mean"]),
+        ("randomised", ["passes a step with probability 0.75", "looks back 2.65 steps in the mean"]),
     ],
 )
 def test_the_description_says_where_the_gradient_is_cut(
@@ -605,13 +663,90 @@ def test_a_text_that_shrinks_the_window_shrinks_the_block(
     assert "--train.truncation-length 7 is longer than the windows that the text allows" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("train", "length", "words"),
+    [
+        (
+            {"bptt": "sliding", "truncation_length": 1_000_000},
+            108,
+            [
+                "--train.truncation-length 1,000,000 is longer than the rows, of at most 108 characters: every loss",
+                "every loss looks back 108 steps, for about 13.5 times the work",
+            ],
+        ),
+        ({"bptt": "sliding", "truncation_length": 108}, 108, []),
+    ],
+)
+def test_sliding_looks_back_no_further_than_its_row(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str], train: dict[str, Any], length: int, words: list[str]
+) -> None:
+    run = lmapp.train(settings(tmp_path, text, train={**train, "max_steps": 14}))
+    output = capsys.readouterr().out
+    assert all(word in output for word in words), output
+    assert ("is longer than" in output) == bool(words)
+    saved = checkpoint.read(run.path / "checkpoints" / "last.ckpt")["lmapp"]
+    assert saved["plan"]["truncation_length"] == length
+    assert saved["tokens"].shape[1] == length - 1
+    (measured,) = laboratory.measure_checkpoints([str(run.path)], max_lag=20, windows=1)
+    assert f"With losses that look back {length} steps" in measured.verdict
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        (
+            {"bptt": "sliding", "truncation_length": 4, "stride": 7},
+            "--train.stride 7 is longer than the windows that the text allows: 5 losses look back together",
+        ),
+        (
+            {"bptt": "randomised", "truncation_length": 7},
+            "--train.truncation-length 7 is longer than the windows that the text allows: it is taken for 5.",
+        ),
+    ],
+)
+def test_a_text_that_shrinks_the_window_shrinks_what_cannot_be_longer(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str], train: dict[str, Any], words: str
+) -> None:
+    lmapp.train(settings(tmp_path, text[:6], train={**train, "max_steps": 2}))
+    output = capsys.readouterr().out
+    assert words in output
+    assert ("passes a step with probability 0.8," in output) == (train["bptt"] == "randomised")
+
+
+def test_the_longest_lag_is_that_of_what_losses_look_back_on_unless_it_is_given(
+    tmp_path: Path, real_text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "".join(c for c in real_text if c.isascii())[:9000]
+    data = {"sequence_length": 300, "batch_size": 2, "val_fraction": 0.5}
+    for lag, train, gradients in (
+        (512, {}, {}),
+        (520, {}, {"max_lag": 520}),
+        (20, {"truncation_length": 10}, {}),
+        (512, {"bptt": "randomised", "truncation_length": 10}, {}),
+        (512, {"bptt": "full"}, {}),
+        (14, {"bptt": "sliding", "truncation_length": 5, "stride": 3}, {}),
+    ):
+        sections = {"train": {**train, "max_steps": 1}, "gradients": {"every_steps": 1, "windows": 1, **gradients}}
+        run = lmapp.train(settings(tmp_path, text, data=data, **sections))
+        output = " ".join(capsys.readouterr().out.split())
+        with open(run.path / "decay.jsonl", encoding="utf-8") as file:
+            assert json.loads(file.readline())["lags"][-1] == lag
+        twice = "4,500" if train.get("bptt") == "full" else "600"
+        words = f"the largest lag is 512 instead of {twice}, unless a longer one is asked for."
+        assert (words in output) == (lag == 512), output
+        if "max_lag" not in gradients:
+            (measured,) = laboratory.measure_checkpoints([str(run.path)], windows=1)
+            assert measured.decay.shape.max_lag == lag
+            assert (words[:-1] in measured.note) == (lag == 512)
+
+
 def test_verdicts_of_runs(tmp_path: Path, real_text: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = "".join(c for c in real_text if c.isascii())[:5000]
     words = {
         "sliding": "With losses that look back 7 steps",
         "strides": "With losses that look back 20 to 25 steps",
         "full": "Nothing is cut",
-        "randomised": "look back 4 steps in the mean",
+        "randomised": "look back 2.65 steps in the mean",
         "blocks": "With the gradient cut every 5 steps",
     }
     for mode, sentence in words.items():
@@ -625,7 +760,8 @@ def test_verdicts_of_runs(tmp_path: Path, real_text: str, capsys: pytest.Capture
         (measured,) = laboratory.measure_checkpoints([str(run.path)], windows=2)
         assert sentence in measured.verdict
         assert measured.as_dict()["bptt"] == run.metrics["bptt"]
-        assert measured.decay.shape.max_lag == (512 if mode == "full" else 2 * MODES[mode]["truncation_length"])
+        most = {"sliding": 7, "strides": 25, "full": 256, "randomised": WIDTH, "blocks": 5}
+        assert measured.decay.shape.max_lag == 2 * most[mode]
         lost = lines(run)[-1]["decay/lost_share"]
         curve = measured.decay.curve().R
         share = curve / curve.sum()

@@ -1,0 +1,267 @@
+"""What a run prints: what was understood before its first step, and what came of it at its end."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import rich.console
+import torch
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from lmapp.config import Config, TrainConfig
+from lmapp.data.batches import RowBatches
+from lmapp.gradients.decay import Decay, cut_recurrence_warning, verdict
+from lmapp.gradients.truncation import Truncation
+from lmapp.training import memory, plan
+from lmapp.training.memory import count, size
+from lmapp.training.module import Progress
+from lmapp.training.truncation import work
+
+
+class Console(rich.console.Console):
+    """A console whose reader may go away: training goes on without it."""
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing from here on."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def note(console: rich.console.Console, message: str) -> None:
+    """Say what is out of the ordinary."""
+    console.print(f"[yellow]note[/]        {escape(message)}")
+
+
+def line(console: rich.console.Console, name: str, text: str) -> None:
+    """Say what something is."""
+    console.print(f"[bold]{name:<11}[/] {escape(text)}")
+
+
+@contextmanager
+def encoding_progress(console: rich.console.Console) -> Iterator[Any]:
+    """A bar while a large text is encoded; nothing for a small one."""
+    columns = (TextColumn("encoding"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None, visible=False)
+        started = time.monotonic()
+
+        def progress(done: int, total: int | None) -> None:
+            bar.update(task, completed=done, total=total, visible=time.monotonic() - started > 0.5)
+
+        yield progress
+
+
+# Before the first step ------------------------------------------------------------------------------------------------
+
+
+def text(console: rich.console.Console, config: Config, facts: Mapping[str, Any]) -> None:
+    """The corpus, by the facts that were found when it was encoded."""
+    data = config.data
+    source = ", ".join(data.path) if data.path else f"{data.corpus} (a named corpus)"
+    line(console, "corpus", f"{source}: {facts['characters']:,} characters in {count(facts['files'], 'file')}")
+    boms = f"; {count(facts['boms_removed'], 'byte-order mark')} removed" if facts["boms_removed"] else ""
+    line(console, "text", f"{data.encoding}, line ends kept as they are{boms}")
+    fallback = " and 256 byte symbols, so that any text can be written" if facts["byte_fallback"] else ""
+    line(console, "alphabet", f"{count(facts['alphabet'], 'character')}{fallback}")
+    unseen = facts["unseen_validation"] + facts["unseen_test"]
+    if unseen:
+        note(
+            console,
+            f"{count(unseen, 'character')} of validation and test ({len(facts['unseen'])} distinct) never occur "
+            "in the training text and are written as bytes.",
+        )
+    held_out = (
+        f"validation {facts['validation_characters']:,} "
+        + ("(the last tenth" if data.val_fraction is None else f"(a share of {data.val_fraction:g}")
+        + (", at most 1,000,000)" if facts["validation_capped"] else ")")
+        if facts["validation_characters"]
+        else "validation is off"
+    )
+    test = f", test {facts['test_characters']:,}" if facts["test_characters"] else ""
+    line(console, "splits", f"train {facts['train_characters']:,}, {held_out}{test}")
+    if data.val_fraction is None and not facts["validation_characters"]:
+        note(console, "The text is too short for a validation split.")
+    line(console, "baselines", f"{_baselines(config, facts)} on the {facts['baseline_split']} split")
+
+
+def network(console: rich.console.Console, config: Config, parameters: int) -> None:
+    """The model."""
+    model = config.model
+    shape = {
+        "recurrent": f"{len(model.cells)} × {model.hidden_size}",
+        "window": f"of {count(model.window, 'character')} × {model.hidden_size}",
+        "infill": f"{len(model.cells)} × {model.hidden_size} each way",
+    }[model.kind]
+    inputs = f"embedding of {model.embedding_size}" if model.embedding_size else "one-hot input"
+    line(
+        console,
+        "model",
+        f"{model.label} {shape}, {inputs}, {parameters:,} parameters, {model.init} start, seed {config.seed}",
+    )
+
+
+def steps(
+    console: rich.console.Console,
+    config: Config,
+    batches: RowBatches,
+    truncation: Truncation,
+    need: memory.Need,
+    how: Mapping[str, Any],
+) -> None:
+    """What a step reads, how far its gradient goes, and what it runs on: `how` is the plan."""
+    model = config.model
+    rows, length = count(batches.batch_size, "row"), count(batches.sequence_length, "character")
+    carried = "state carried on" if config.train.carry_state else "state reset at every window"
+    if model.kind == "infill":
+        carried = f"each window by itself, {100 * model.mask_fraction:g} % of it masked"
+    if truncation.mode == "full":
+        carried = "each row's whole text at once (--data.sequence-length is not read)"
+    line(console, "batches", f"{rows} × {length}, {count(len(batches), 'step')} a pass, {carried}")
+    _cuts(console, config.train, batches, truncation)
+    if truncation.mode == "full":
+        left = memory.available(torch.device(how["device"]))
+        there = "" if left is None else f"; {size(left)} are available"
+        most = f"{size(need.step)} of it for the step"
+        if need.probe > need.step:
+            most = f"{size(need.probe)} of it to measure gradient decay, {size(need.step)} for the step"
+        line(console, "memory", f"about {size(need.total)}, {most}{there}")
+    why = " (native here)" if how["precision"] == "bf16" and how["device"] == "cpu" else ""
+    line(
+        console,
+        "device",
+        f"{how['device']}, {count(how['threads'], 'thread')}, {how['precision']} products{why}, "
+        f"kernel {' + '.join(how['kernels'])}",
+    )
+
+
+def _cuts(console: rich.console.Console, train: TrainConfig, batches: RowBatches, cut: Truncation) -> None:
+    """Where the gradient is cut, unless that is where the windows begin; and where the text allows less than asked."""
+    length = batches.sequence_length
+    too_long = train.truncation_length is not None and train.truncation_length > cut.length
+    beyond = f"--train.truncation-length {train.truncation_length} is longer than the windows that the text allows: "
+    match cut.mode:
+        case "full":
+            line(console, "gradient", "cut nowhere")
+        case "sliding":
+            if too_long:
+                note(
+                    console,
+                    f"--train.truncation-length {train.truncation_length:,} is longer than the rows, of at most "
+                    f"{count(batches.longest, 'character')}: every loss looks back to the beginning of its row.",
+                )
+            if train.stride > cut.stride:
+                note(
+                    console,
+                    f"--train.stride {train.stride} is longer than the windows that the text allows: "
+                    f"{cut.stride} losses look back together.",
+                )
+            more = f" to {cut.look_back[1]:,}" if cut.stride > 1 else ""
+            times = work(cut, length, batches.longest) / length
+            line(
+                console,
+                "gradient",
+                f"every loss looks back {cut.length:,}{more} steps, for about {times:.3g} times the work of block",
+            )
+        case "randomised":
+            if too_long:
+                note(console, f"{beyond}it is taken for {cut.length}.")
+            line(
+                console,
+                "gradient",
+                f"passes a step with probability {cut.keep_probability:.4g}, then made up for; "
+                f"looks back {cut.mean_look_back:.3g} steps in the mean",
+            )
+        case "block" if cut.length < length:
+            line(console, "gradient", f"cut every {cut.length:,} steps")
+        case "block" if too_long:
+            note(console, f"{beyond}the gradient is cut every {cut.length} steps.")
+
+
+def limits(console: rich.console.Console, train: TrainConfig, total: int | None, done: int | None) -> None:
+    """How long the run is: `done` are the steps behind a resumed one, `total` those of its plan, where there is one."""
+    if done is not None:
+        line(console, "plan", f"goes on after step {done:,} of {total:,}" if total else f"goes on after step {done:,}")
+    elif total is not None:
+        line(console, "plan", f"{total:,} steps")
+    else:
+        limit = plan.minutes(train)
+        line(console, "plan", f"{limit:g} minutes of training, turned into steps after {plan.TIMED_STEPS} of them")
+
+
+# At its end -----------------------------------------------------------------------------------------------------------
+
+
+def figures(
+    console: rich.console.Console,
+    title: str,
+    config: Config,
+    facts: Mapping[str, Any],
+    progress: Progress,
+    decay: Decay | None,
+    measured: int,
+) -> None:
+    """The closing table; `decay` is the last measurement, taken at step `measured`."""
+    table = Table(title=title, title_justify="left", show_header=False, title_style="bold")
+    table.add_column(style="bold")
+    table.add_column()
+    rows = [("best validation", progress.best), ("last validation", progress.last)]
+    if progress.best == progress.last:
+        rows = [("best and last", progress.best)]
+    for name, row in rows:
+        if row is not None:
+            losses = (
+                f"{row['val/infill_loss']:.4f} nats per masked character"
+                if "val/infill_loss" in row
+                else f"{row['val/loss']:.4f} nats, perplexity {row['val/perplexity']:.3f}, "
+                f"{row['val/bits_per_char']:.4f} bits per character"
+            )
+            table.add_row(name, f"{losses} (step {int(row['step']):,})")
+    table.add_row("baselines", _baselines(config, facts))
+    table.add_row(
+        "training",
+        f"{progress.step:,} steps, {progress.characters:,} characters, {progress.seconds:.4g} s, "
+        f"{progress.characters / max(progress.seconds, 1e-9):,.0f} characters/s",
+    )
+    share = 100 * progress.clip_events / max(1, progress.step)
+    table.add_row("clipping", f"{progress.clip_events:,} of {progress.step:,} gradients clipped ({share:.1f} %)")
+    if progress.nonfinite_events:
+        table.add_row("non-finite", f"{progress.nonfinite_events:,} gradients discarded")
+    if decay is not None:
+        when = "" if measured == progress.step else f" (measured at step {measured:,})"
+        table.add_row("half-life", f"{decay.curve().half_life} steps of the gradient{when}")
+    console.print(table)
+
+
+def cost(console: rich.console.Console, decay: Decay, truncation: Truncation) -> None:
+    """What the truncation costs, and a recurrence that is cut altogether."""
+    warning = cut_recurrence_warning(decay)
+    if warning:
+        note(console, warning)
+    console.print(escape(verdict(decay, truncation)))
+
+
+def ways_on(console: rich.console.Console, kind: str, name: str, imports: str) -> None:
+    """The commands for what was trained, with the options that import its cells."""
+    commands = {
+        "recurrent": ("generate", "evaluate", "gradients", "compare"),
+        "window": ("generate", "evaluate", "compare"),
+        "infill": ("infill", "evaluate", "compare"),
+    }
+    for command in commands[kind]:
+        console.print(f"  lmapp {command} {name}{'' if command == 'compare' else imports}")
+
+
+def _baselines(config: Config, facts: Mapping[str, Any]) -> str:
+    """What counting characters comes to. A masked one has two neighbours: a bigram knows but the left one."""
+    if config.model.kind == "infill":
+        return f"unigram {facts['unigram_bits'] * math.log(2):.4f} nats per character"
+    return f"unigram {facts['unigram_bits']:.3f}, bigram {facts['bigram_bits']:.3f} bits per character"
