@@ -104,7 +104,7 @@ def _is_complete(saved: dict[str, Any]) -> bool:
             "config": dict(),
             "vocabulary": str(),
             "corpus": {"name": str(), "key": str(), "fingerprint": str(), "facts": dict()},
-            "plan": {"precision": str(), "threads": int(), "sequence_length": int()},
+            "plan": {"precision": str(), "threads": int(), "sequence_length": int(), "truncation_length": int()},
             "progress": {"step": int(), "state": str(), "best": _},
             "states": _,
             "random": dict(),

@@ -329,7 +329,7 @@ def gradients(
 
     Args:
         checkpoints: Files, run directories or names of runs.
-        max_lag: The longest lag; by default twice each run's truncation length.
+        max_lag: The longest lag; by default twice the steps that a loss looks back, and no more than 512.
         windows: Windows of text it is measured on.
         png: The picture to write.
     """
