@@ -21,6 +21,9 @@ PEERS = [
     (lambda: Vanilla(4, 6, activation="relu"), lambda: nn.RNN(4, 6, nonlinearity="relu")),
     (lambda: LSTM(4, 6), lambda: nn.LSTM(4, 6)),
     (lambda: GRU(4, 6), lambda: nn.GRU(4, 6)),
+    (lambda: Vanilla(4, 6, bias=False), lambda: nn.RNN(4, 6, bias=False)),
+    (lambda: LSTM(4, 6, bias=False), lambda: nn.LSTM(4, 6, bias=False)),
+    (lambda: GRU(4, 6, bias=False), lambda: nn.GRU(4, 6, bias=False)),
 ]
 
 
