@@ -14,14 +14,19 @@ from lmapp.errors import LmappError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart, each with a line and a marker that tell the cells
-# apart in grey too. One cell looks the same in every picture.
+# Okabe and Ito's colours, which colour-blind readers can tell apart, one a family, each with a line and a marker that
+# tell the cells apart in grey too. One cell looks the same in every picture.
 _STYLES: dict[str, tuple[str, str, str]] = {
     "vanilla": ("#D55E00", "--", "s"),
     "lstm": ("#0072B2", "-", "o"),
+    "lstm_linear": ("#0072B2", ":", "v"),
     "gru": ("#009E73", "-.", "^"),
+    "gru_before": ("#009E73", ":", "<"),
+    "mingru": ("#56B4E9", "-.", "P"),
+    "minlstm": ("#56B4E9", "-", "X"),
+    "concatenated": ("#E69F00", "--", "D"),
 }
-_OTHER_STYLES = (("#CC79A7", ":", "D"), ("#E69F00", "--", "v"), ("#56B4E9", "-.", "P"), ("#000000", ":", "X"))
+_OTHER_STYLES = (("#CC79A7", ":", "*"), ("#000000", ":", "h"), ("#CC79A7", "--", "p"), ("#000000", "-.", "d"))
 _FLOOR = 1e-4  # the axis goes no lower, so that a network that forgets at once does not flatten the others
 
 
@@ -116,7 +121,9 @@ def _styles(cells: Sequence[str]) -> dict[str, tuple[str, str, str]]:
 
 def _legend(curve: NamedCurve) -> str:
     half_life = f"> {curve.half_life:g}" if curve.censored else f"{curve.half_life:.3g}"
-    zeros = max(curve.zero_share, default=0.0)
+    # Before the reference lag every gradient is zero, by the cell's equation.
+    reference = next((number for number, share in enumerate(curve.zero_share) if share < 1), 0)
+    zeros = max(curve.zero_share[reference:], default=0.0)
     return f"{curve.label}: half-life {half_life} steps" + (f", up to {100 * zeros:.0f} % zeros" if zeros else "")
 
 

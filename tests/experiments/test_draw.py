@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from lmapp.cells import CELLS
 from lmapp.errors import LmappError
 from lmapp.experiments.draw import NamedCurve, draw_decay
 
@@ -63,14 +64,23 @@ def test_a_cell_looks_the_same_in_every_picture_and_cells_differ_without_colour(
         lines = [item for item in axes.lines if not item.get_label().startswith("_")]
         return [(item.get_color(), item.get_linestyle(), item.get_marker()) for item in lines]
 
-    cells = ["vanilla", "lstm", "gru", "mine.cells:New"]
+    cells = [*CELLS, "lstm+gru"]
     together = looks([curve(cell, cell) for cell in cells])
-    assert looks([curve("g", "gru")]) == [together[2]]
-    assert len({look[0] for look in together}) == 4
-    assert len({look[2] for look in together}) == 4
+    # Beside others that have no look of their own, which are told apart in the order of their names.
+    assert [looks([curve("a", "a+b"), curve(cell, cell)])[1] for cell in CELLS] == together[:-1]
+    assert len({look[1:] for look in together}) == len({look[2] for look in together}) == len(cells)
+    families = ["vanilla", "lstm", "gru", "mingru", "concatenated", "lstm+gru"]
+    assert len({look[0] for cell, look in zip(cells, together, strict=True) if cell in families}) == len(families)
     twice = drawn([curve("one", "gru"), curve("two", "gru")], tmp_path / "a.png")
     lines = [item for item in twice.lines if not item.get_label().startswith("_")]
     assert lines[0].get_markerfacecolor() != lines[1].get_markerfacecolor()
+
+
+def test_lags_before_the_reference_are_no_zeros_to_speak_of(tmp_path):
+    late = NamedCurve("late", "concatenated", [0, 1, 2, 3], [0.0, 1.0, 0.5, 0.2], [1.0, 0.0, 0.0, 0.0], 2.0, False)
+    cut = NamedCurve("cut", "vanilla", [0, 1, 2, 3], [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0], 0.5, False)
+    labels = [text.get_text() for text in drawn([late, cut], tmp_path / "a.png").get_legend().get_texts()]
+    assert labels == ["late: half-life 2 steps", "cut: half-life 0.5 steps, up to 100 % zeros"]
 
 
 def test_exact_zeros_growth_and_no_curves_are_drawn_without_complaint(tmp_path):
