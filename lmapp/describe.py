@@ -22,9 +22,9 @@ from lmapp.data.batches import RowBatches
 from lmapp.gradients.decay import Decay, cut_recurrence_warning, verdict
 from lmapp.gradients.truncation import Truncation
 from lmapp.training import memory, plan
-from lmapp.training.memory import count, size
 from lmapp.training.module import Progress
 from lmapp.training.truncation import work
+from lmapp.units import count, size
 
 
 class Console(rich.console.Console):

@@ -44,6 +44,7 @@ from lmapp.training.module import LanguageModule
 from lmapp.training.saving import EndOfStep, SafeCheckpointIO, keep_as_best
 from lmapp.training.truncation import kernels, resolve
 from lmapp.training.validation import InfillValidation, Validation
+from lmapp.units import count
 
 COMPLETE = "complete"
 """Of `wandb` in summary.json: W&B's run was closed with everything in it."""
@@ -281,7 +282,7 @@ class _Assembly:
             f"{name} {then[part][name]} is {now[part][name]} now"
             for part, names in (("plan", plan_names), ("versions", ("lmapp", "torch")))
             for name in names
-            if now[part][name] != then[part].get(name, now[part][name])
+            if now[part][name] != then[part][name]
         ]
         if changed:
             self._say(f"Going on, but not bit for bit: {'; '.join(changed)}.")
@@ -479,7 +480,7 @@ class _Assembly:
             kept = f"The last checkpoint is whole: {directory / 'checkpoints'}." if saved else "Nothing was saved yet."
             in_a_row = progress.nonfinite_in_a_row
             what = (
-                f"{memory.count(in_a_row, 'gradient')} in a row not finite"
+                f"{count(in_a_row, 'gradient')} in a row not finite"
                 if in_a_row >= self.config.train.max_nonfinite
                 else "the network's weights are not finite any more"
             )

@@ -1,4 +1,4 @@
-"""Losses in other units, and values as JSON can hold them."""
+"""Losses in other units, values as JSON can hold them, numbers as people read them."""
 
 import math
 from collections.abc import Mapping
@@ -20,3 +20,13 @@ def perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
+
+
+def size(bytes_: int) -> str:
+    """Bytes as people read them."""
+    return f"{bytes_ / 2**30:,.1f} GiB" if bytes_ >= 2**30 else f"{bytes_ / 2**20:,.0f} MiB"
+
+
+def count(number: int, noun: str) -> str:
+    """A number and what it counts: "1 row", "1,000 rows"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

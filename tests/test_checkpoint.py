@@ -48,9 +48,12 @@ def content(fill: float = 1.0, size: int = 40) -> dict[str, Any]:
                 "sequence_length": 64,
                 "truncation_length": 64,
                 "kernels": ["scan"],
+                "device": "cpu",
+                "cpu": "AVX2 with oneDNN",
             },
             "progress": {"step": 3, "state": "running", "best": None},
             "states": None,
+            "tokens": None,
             "random": {},
             "records": {},
             "wandb_id": None,
@@ -433,8 +436,11 @@ def test_another_version(tmp_path: Path, version: Any) -> None:
         ("config", [3]),
         ("vocabulary", {}),
         ("corpus", {"key": "k"}),
-        ("plan", {"precision": "fp32", "threads": 1}),
-        ("plan", {"precision": "fp32", "threads": 1, "sequence_length": "64"}),
+        *(("plan", {**content()["lmapp"]["plan"], name: {}}) for name in content()["lmapp"]["plan"]),
+        *(
+            ("plan", {k: v for k, v in content()["lmapp"]["plan"].items() if k != n})
+            for n in content()["lmapp"]["plan"]
+        ),
         ("progress", {"step": "3"}),
     ],
 )
@@ -443,6 +449,14 @@ def test_a_part_missing_or_of_another_kind(tmp_path: Path, part: str, wrong: Any
     for spoiled in ({**saved["lmapp"], part: wrong}, {k: v for k, v in saved["lmapp"].items() if k != part}):
         write(tmp_path / "a.ckpt", {**saved, "lmapp": spoiled})
         assert refusal(tmp_path / "a.ckpt") == "a.ckpt is no complete checkpoint of lmapp: a part is missing."
+
+
+@pytest.mark.parametrize("part", ["states", "tokens", "random", "records", "wandb_id"])
+def test_what_a_resumed_run_needs_is_there(tmp_path: Path, part: str) -> None:
+    saved = content()
+    del saved["lmapp"][part]
+    write(tmp_path / "a.ckpt", saved)
+    assert refusal(tmp_path / "a.ckpt") == "a.ckpt is no complete checkpoint of lmapp: a part is missing."
 
 
 @pytest.mark.parametrize("config", [{}, {"model": 3}, {"model": {}}])

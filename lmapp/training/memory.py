@@ -27,6 +27,7 @@ from lmapp.gradients.truncation import Truncation
 from lmapp.models import InfillModel, Network, RecurrentModel, WindowModel, make_model
 from lmapp.training.optimizers import moments
 from lmapp.training.truncation import kernels, work
+from lmapp.units import count, size
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
@@ -238,16 +239,6 @@ def check(
     )
 
 
-def size(bytes_: int) -> str:
-    """Bytes as people read them."""
-    return f"{bytes_ / 2**30:,.1f} GiB" if bytes_ >= 2**30 else f"{bytes_ / 2**20:,.0f} MiB"
-
-
-def count(number: int, noun: str) -> str:
-    """A number and what it counts: "1 row", "1,000 rows"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def available(device: torch.device) -> int | None:
     """Bytes that can still be had: the GPU's, or the system's within this process's limits; None if it does not say."""
     if device.type == "cuda":
@@ -315,11 +306,11 @@ def kept_between_steps() -> Iterator[None]:
     touched: an LSTM 1×512 then trains at 0.7 times the speed. Where the C library is another one, nothing happens.
     """
     trim_threshold, top_pad, mmap_threshold, mmap_max = -1, -2, -3, -4  # of malloc.h
-    try:
-        mallopt, trim = (getattr(ctypes.CDLL(None), name) for name in ("mallopt", "malloc_trim"))
-    except (AttributeError, OSError, TypeError):
+    library = _glibc()
+    if library is None:
         yield
         return
+    mallopt, trim = library.mallopt, library.malloc_trim
     for option, value in ((mmap_max, 0), (trim_threshold, 2**31 - 1), (top_pad, 2**26)):
         mallopt(option, value)
     try:
@@ -329,3 +320,12 @@ def kept_between_steps() -> Iterator[None]:
         for option, value in ((mmap_threshold, 2**25), (trim_threshold, 2**26), (top_pad, 2**17), (mmap_max, 2**16)):
             mallopt(option, value)
         trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    """The C library of this process, if it is one whose malloc can be told what to keep."""
+    try:
+        library = ctypes.CDLL(None)
+    except (OSError, TypeError):
+        return None
+    return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None

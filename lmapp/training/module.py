@@ -268,7 +268,7 @@ class LanguageModule(lightning.LightningModule):
         if saved["states"] is not None:
             kinds = [type(s) for s in self.model.initial_state(1)]
             states = tuple(kind(**s) for kind, s in zip(kinds, saved["states"], strict=True))
-            self._carried = Carried(states, saved.get("tokens", torch.empty(0, 0, dtype=torch.int64)))
+            self._carried = Carried(states, saved["tokens"])
         self._random = saved["random"]
 
     def on_train_start(self) -> None:
