@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
-train: $(STAMP)  ## Train configs/$(MODEL).yaml; MODEL=default|vanilla|lstm|gru|stacked, ARGS="--option value".
+train: $(STAMP)  ## Train configs/$(MODEL).yaml; MODEL=gru, lstm, … (the names there), ARGS="--option value".
 	@$(BIN)/lmapp train configs/$(MODEL).yaml $(ARGS)
 
 generate: $(STAMP)  ## Write text with the latest run, or RUN=name; ARGS="--prompt 'To be'".

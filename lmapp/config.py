@@ -117,7 +117,7 @@ class ModelConfig:
     forget_bias: Annotated[float, Bounds(low=-100, high=100)] | None = None
     """Initial bias of the gate that keeps the state: an LSTM's forget gate, a GRU's z."""
     chrono: Annotated[float, Bounds(low=2, open_low=True)] | None = None
-    """T_max, the longest memory that the gates' initial biases are drawn for, log-uniform from 1."""
+    """T_max: the gates' initial biases are those of memories drawn uniformly between 1 and T_max − 1 steps."""
     window: Annotated[int, Bounds(low=1, high=1_000_000)] = 16
     """N, the characters that the window model reads for each prediction; it grows with them."""
     bidirectional: bool | None = None
@@ -396,11 +396,9 @@ def _check_model(model: ModelConfig) -> None:
         raise UsageError("--model.forget-bias and --model.chrono exclude each other: both set the same bias.")
     if not model.bias and (model.forget_bias is not None or model.chrono is not None):
         raise UsageError("--model.bias false leaves nothing for --model.forget-bias and --model.chrono to set.")
-    # Options that only some kinds read: (option, its default, the kinds).
+    unset = ModelConfig()
     for name, kinds in _OPTIONS_OF_KINDS.items():
-        default = ModelConfig.__dataclass_fields__[name]
-        unset = default.default_factory() if callable(default.default_factory) else default.default
-        if model.kind not in kinds and getattr(model, name) != unset:
+        if model.kind not in kinds and getattr(model, name) != getattr(unset, name):
             raise UsageError(
                 f"{option_name(('model', name))} is an option of kind {' and '.join(kinds)}; "
                 f"--model.kind is {model.kind}."
@@ -419,6 +417,7 @@ _OPTIONS_OF_KINDS = {
     "chrono": ("recurrent", "infill"),
     "tie_embeddings": ("recurrent",),
 }
+"""The options of a network that not every kind reads."""
 
 
 def _check_truncation(config: Config) -> None:
