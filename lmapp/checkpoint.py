@@ -116,6 +116,7 @@ def _is_complete(saved: dict[str, Any]) -> bool:
             "progress": {"step": int(), "state": str(), "best": _},
             "states": _,
             "tokens": _,
+            "keep": _,
             "random": dict(),
             "records": dict(),
             "wandb_id": _,

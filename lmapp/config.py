@@ -59,25 +59,61 @@ class DataConfig:
     """The text and how it is cut into batches."""
 
     path: list[Text] = field(default_factory=list)
-    """Text files or globs (.txt, .gz, .jsonl, …). Without one, the named corpus is used."""
+    """Files, directories, globs, archives, http(s) addresses or - (standard input). Without, the named corpus."""
     corpus: Text = "shakespeare"
     """A named corpus: shakespeare or tiny_shakespeare (see data/README.md)."""
-    batch_size: Count = 32
-    """B, the rows of text read side by side."""
-    sequence_length: Count = 64
-    """T, the characters of each row in one step."""
+    hub: Text | None = None
+    """A data set on the hub instead, read as a stream: OWNER/NAME."""
+    hub_config: Text | None = None
+    """Which of its configurations."""
+    hub_split: Text = "train"
+    """Which of its splits."""
+    column: Text = "text"
+    """The column of rows (.jsonl, .csv, .parquet, hub) that holds the text."""
+    separator: str | None = None
+    """Put between records (a file, a row). By default as many newlines as make one blank line."""
+    reset_state: bool = False
+    """Start every record from the initial state."""
+    encoding: Text = "utf-8"
+    """How the files' bytes are to be read. A byte order mark of UTF-16 or UTF-32 is believed under utf-8."""
+    errors: Literal["strict", "replace", "skip"] = "strict"
+    """Bytes that cannot be decoded end the run, become U+FFFD, or are left out; how many is said."""
+    newlines: Literal["keep", "lf"] = "keep"
+    """Line ends as they are, or each made one newline."""
+    normalization: Literal["none", "nfc", "nfkc"] = "none"
+    """Unicode normalisation of the text."""
+    lowercase: bool = False
+    """Make the text lower case."""
+    alphabet: Text = "characters"
+    """characters (of the training split), bytes, or a vocabulary to be used: a tokenizers file."""
+    min_count: Count = 1
+    """Write characters that training holds fewer times as bytes."""
+    byte_fallback: Literal["auto", "true", "false"] = "auto"
+    """Add 256 byte symbols, so that any character has a probability. auto: if a character is without a symbol."""
     val_fraction: Fraction | None = None
     """Share of the text, from its end, for validation; 0 for none. By default a tenth, at most 1,000,000 characters."""
     test_fraction: Fraction = 0.0
     """Share of the text, from its very end, kept for a final test."""
-    encoding: Text = "utf-8"
-    """How the files' bytes are to be read."""
-    separator: str | None = None
-    """Put between files and records. By default as many newlines as make one blank line."""
-    column: Text = "text"
-    """The column of .jsonl files that holds the text."""
-    byte_fallback: Literal["auto", "true", "false"] = "auto"
-    """Add 256 byte symbols, so that any character has a probability. auto: if validation holds an unseen character."""
+    split_at: Literal["character", "record", "file"] = "character"
+    """Cut the shares off exactly, or at the next start of a record or of a file."""
+    val_path: list[Text] = field(default_factory=list)
+    """Separate validation data, named as in path."""
+    test_path: list[Text] = field(default_factory=list)
+    """Separate test data, named as in path."""
+    streaming: bool = False
+    """Train on the text as it is read, without encoding it first, over and over; for streams that may never end."""
+    stream_steps: Count = 100
+    """Steps in each window of the stream. The state is carried on inside a window."""
+    alphabet_from: Annotated[int, Bounds(low=2)] = 1_000_000
+    """Characters at the stream's beginning that make its alphabet; any other is written as bytes."""
+    shuffle_files: bool = False
+    """Read the stream's files in an order drawn anew, from the seed, for each pass."""
+    batch_size: Count = 32
+    """B, the rows of text read side by side."""
+    sequence_length: Count = 64
+    """T, the characters of each row in one step."""
+    shift_epochs: bool = False
+    """Cut each pass over the text into windows at other places than the one before."""
     cache_dir: Text = "data/cache"
     """Where corpora and their encoded form are kept."""
     shrink: bool = True
@@ -315,7 +351,8 @@ def _repeated(node: Any) -> Any:
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with every option of `over` put in its place; sections are merged, options replaced.
 
-    A corpus that `over` names takes the place of the files that `base` names.
+    A text that `over` names takes the place of the one that `base` names, whether files, a named corpus or one on the
+    hub.
     """
     base, over = _canonical(base), _canonical(over)
     merged = dict(base)
@@ -324,8 +361,10 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         both = isinstance(below, Mapping) and isinstance(value, Mapping)
         merged[key] = {**below, **value} if both else value  # type: ignore[dict-item]
     named = over.get("data")
-    if isinstance(named, Mapping) and "corpus" in named and "path" not in named and merged["data"].get("path"):
-        merged["data"]["path"] = []
+    if isinstance(named, Mapping):
+        texts: dict[str, Any] = {"path": [], "corpus": DataConfig().corpus, "hub": None}
+        if any(named.get(name) for name in texts):
+            merged["data"] |= {name: texts[name] for name in texts.keys() & merged["data"].keys() - named.keys()}
     return merged
 
 
@@ -365,6 +404,7 @@ def build(options: Mapping[str, Any], *, source: str | None = None) -> Config:
         config = replace(config, train=replace(train, clip_norm=None))
     elif train.clip_value is not None and train.clip_norm is not None:
         raise UsageError("--train.clip-value and --train.clip-norm exclude each other: set one of them to none.")
+    _check_data(config)
     data = config.data
     if (data.val_fraction or 0.0) + data.test_fraction >= 1:
         raise UsageError(
@@ -377,6 +417,53 @@ def build(options: Mapping[str, Any], *, source: str | None = None) -> Config:
     _check_model(config.model)
     _check_truncation(config)
     return config
+
+
+def _check_data(config: Config) -> None:
+    """Refuse options of the text that exclude each other or that nothing would read."""
+    data, unset = config.data, DataConfig()
+
+    def changed(*names: str) -> list[str]:
+        return [option_name(("data", name)) for name in names if getattr(data, name) != getattr(unset, name)]
+
+    if data.path and data.hub is not None:
+        raise UsageError("--data.path and --data.hub exclude each other: train on files or on a data set of the hub.")
+    if data.hub is None and (idle := changed("hub_config", "hub_split")):
+        raise UsageError(f"{idle[0]} is an option of --data.hub, which names no data set.")
+    if data.alphabet == "bytes":
+        idle = changed("encoding", "errors", "newlines", "normalization", "lowercase", "min_count", "byte_fallback")
+        if idle:
+            raise UsageError(f"{idle[0]} does nothing to --data.alphabet bytes: bytes are read as they are.")
+    elif data.alphabet != "characters" and (idle := changed("min_count", "byte_fallback")):
+        raise UsageError(
+            f"{idle[0]} does nothing to a vocabulary that is given, as by --data.alphabet {data.alphabet}."
+        )
+    if data.min_count > 1 and data.byte_fallback == "false":
+        raise UsageError("--data.min-count writes rare characters as bytes: leave out --data.byte-fallback false.")
+    if data.val_path and data.val_fraction is not None:
+        raise UsageError("--data.val-path and --data.val-fraction exclude each other: one validation split is enough.")
+    if data.test_path and data.test_fraction:
+        raise UsageError("--data.test-path and --data.test-fraction exclude each other: one test split is enough.")
+    if data.streaming:
+        if idle := changed("val_fraction", "test_fraction", "split_at", "shift_epochs", "shrink"):
+            raise UsageError(
+                f"{idle[0]} needs to know where the text ends, which --data.streaming does not.\n"
+                "Separate validation data can be given: --data.val-path FILE"
+            )
+        if config.train.bptt == "full" or config.train.max_epochs is not None:
+            which = "--train.bptt full" if config.train.bptt == "full" else "--train.max-epochs"
+            raise UsageError(f"{which} needs to know where the text ends, which --data.streaming does not.")
+    elif idle := changed("stream_steps", "alphabet_from", "shuffle_files"):
+        raise UsageError(f"{idle[0]} is an option of --data.streaming.")
+    if data.alphabet != "characters" and (idle := changed("alphabet_from")):
+        raise UsageError(f"{idle[0]} does nothing to --data.alphabet {data.alphabet}.")
+    named = [*data.path, *data.val_path, *data.test_path]
+    if named.count("-") > 1:
+        raise UsageError("Standard input can be read once: name - once.")
+    if data.alphabet == "bytes" and config.model.kind == "infill":
+        raise UsageError("--data.alphabet bytes: an infill model restores characters. Use --data.byte-fallback true.")
+    if data.reset_state and config.model.kind != "recurrent":
+        raise UsageError(f"--data.reset-state is an option of kind recurrent; --model.kind is {config.model.kind}.")
 
 
 def _check_model(model: ModelConfig) -> None:
@@ -437,6 +524,10 @@ def _check_truncation(config: Config) -> None:
         raise UsageError(
             "--train.truncation-length and --train.keep-probability exclude each other: under --train.bptt "
             "randomised\nboth set the chance that the gradient passes a step."
+        )
+    if data.shift_epochs and train.bptt in ("full", "sliding"):
+        raise UsageError(
+            f"--data.shift-epochs moves the windows' borders, which --train.bptt {train.bptt} has none of."
         )
     if tau is not None and train.bptt == "full":
         raise UsageError("--train.bptt full cuts nowhere: leave out --train.truncation-length.")

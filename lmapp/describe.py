@@ -17,8 +17,8 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from lmapp.config import Config, TrainConfig
-from lmapp.data.batches import RowBatches
+from lmapp.config import Config, DataConfig, TrainConfig
+from lmapp.data.streaming import Batches
 from lmapp.gradients.decay import Decay, cut_recurrence_warning, verdict
 from lmapp.gradients.truncation import Truncation
 from lmapp.training import memory, plan
@@ -66,31 +66,97 @@ def encoding_progress(console: rich.console.Console) -> Iterator[Any]:
 def text(console: rich.console.Console, config: Config, facts: Mapping[str, Any]) -> None:
     """The corpus, by the facts that were found when it was encoded."""
     data = config.data
-    source = ", ".join(data.path) if data.path else f"{data.corpus} (a named corpus)"
-    line(console, "corpus", f"{source}: {facts['characters']:,} characters in {count(facts['files'], 'file')}")
-    boms = f"; {count(facts['boms_removed'], 'byte-order mark')} removed" if facts["boms_removed"] else ""
-    line(console, "text", f"{data.encoding}, line ends kept as they are{boms}")
+    source = f"{data.corpus} (a named corpus)"
+    if data.path:
+        source = ", ".join(data.path)
+    elif data.hub is not None:
+        source = f"{data.hub} on the hub, {data.hub_split}"
+    records = f", {count(facts['records'], 'record')}" if facts["records"] != facts["files"] else ""
+    files = f"{count(facts['files'], 'file')}{records}"
+    if data.streaming:
+        line(console, "corpus", f"{source}: read as a stream")
+    else:
+        line(console, "corpus", f"{source}: {facts['characters']:,} characters in {files}")
+    line(console, "text", _policy(data, facts))
+    for problem in _text_problems(data, facts):
+        note(console, problem)
+    line(console, "alphabet", _alphabet(data, facts))
+    for problem in _alphabet_problems(data, facts):
+        note(console, problem)
+    line(console, "splits", _splits(data, facts))
+    if data.val_fraction is None and not data.streaming and not facts["validation_characters"]:
+        note(console, "The text is too short for a validation split.")
+    baselined = f"the {facts['baseline_split']} split"
+    if data.streaming and facts["baseline_split"] == "train":
+        baselined = "the stream's beginning"
+    line(console, "baselines", f"{_baselines(config, facts)} on {baselined}")
+
+
+def _policy(data: DataConfig, facts: Mapping[str, Any]) -> str:
+    """How the bytes became text."""
+    if data.alphabet == "bytes":
+        return "bytes as they are"
+    words = [
+        data.encoding if not facts["recognised"] else f"{data.encoding} or by byte order mark: {facts['recognised']}"
+    ]
+    if facts["boms_removed"]:
+        words.append(f"{count(facts['boms_removed'], 'byte order mark')} removed")
+    words.append("line ends kept as they are" if data.newlines == "keep" else "each line end made a newline")
+    if data.normalization != "none":
+        words.append(data.normalization.upper())
+    if data.lowercase:
+        words.append("lower case")
+    if data.reset_state:
+        words.append("state reset at every record")
+    return ", ".join(words)
+
+
+def _text_problems(data: DataConfig, facts: Mapping[str, Any]) -> Iterator[str]:
+    if facts["replaced"]:
+        yield f"{count(facts['replaced'], 'place')} could not be decoded as {data.encoding}: U+FFFD stands there now."
+    if facts["skipped"]:
+        yield f"{count(facts['skipped'], 'byte')} could not be decoded as {data.encoding} and were left out."
+    if facts["left_out"]:
+        yield f"{count(facts['left_out'], 'hidden file')} left out: {facts['left_out_names']}"
+
+
+def _alphabet(data: DataConfig, facts: Mapping[str, Any]) -> str:
+    if data.alphabet == "bytes":
+        return f"256 bytes, of which {facts['alphabet']:,} occur in the training text"
+    given = "" if data.alphabet == "characters" else f", given by {data.alphabet}"
+    if data.streaming and not given:
+        given = f" in the first {facts['characters']:,} of the stream"
     fallback = " and 256 byte symbols, so that any text can be written" if facts["byte_fallback"] else ""
-    line(console, "alphabet", f"{count(facts['alphabet'], 'character')}{fallback}")
+    return f"{count(facts['alphabet'], 'character')}{given}{fallback}"
+
+
+def _alphabet_problems(data: DataConfig, facts: Mapping[str, Any]) -> Iterator[str]:
+    if facts["rare"]:
+        yield (
+            f"{count(len(facts['rare']), 'character')} {'without a symbol' if data.min_count == 1 else 'too rare'} "
+            f"({facts['rare_train']:,} times in the training text) written as bytes."
+        )
     unseen = facts["unseen_validation"] + facts["unseen_test"]
     if unseen:
-        note(
-            console,
-            f"{count(unseen, 'character')} of validation and test ({len(facts['unseen'])} distinct) never occur "
-            "in the training text and are written as bytes.",
+        yield (
+            f"{count(unseen, 'character')} of validation and test ({len(facts['unseen'])} distinct) never occur in the "
+            "training text and are written as bytes."
         )
-    held_out = (
-        f"validation {facts['validation_characters']:,} "
-        + ("(the last tenth" if data.val_fraction is None else f"(a share of {data.val_fraction:g}")
-        + (", at most 1,000,000)" if facts["validation_capped"] else ")")
-        if facts["validation_characters"]
-        else "validation is off"
-    )
-    test = f", test {facts['test_characters']:,}" if facts["test_characters"] else ""
-    line(console, "splits", f"train {facts['train_characters']:,}, {held_out}{test}")
-    if data.val_fraction is None and not facts["validation_characters"]:
-        note(console, "The text is too short for a validation split.")
-    line(console, "baselines", f"{_baselines(config, facts)} on the {facts['baseline_split']} split")
+
+
+def _splits(data: DataConfig, facts: Mapping[str, Any]) -> str:
+    words = ["train the stream" if data.streaming else f"train {facts['train_characters']:,}"]
+    if not facts["validation_characters"]:
+        words.append("validation is off")
+    else:
+        how = "the last tenth" if data.val_fraction is None else f"a share of {data.val_fraction:g}"
+        how += ", at most 1,000,000" if facts["validation_capped"] else ""
+        how += "" if data.split_at == "character" else f", from the start of a {data.split_at}"
+        words.append(f"validation {facts['validation_characters']:,} ({', '.join(data.val_path) or how})")
+    if facts["test_characters"]:
+        given = f" ({', '.join(data.test_path)})" if data.test_path else ""
+        words.append(f"test {facts['test_characters']:,}{given}")
+    return ", ".join(words)
 
 
 def network(console: rich.console.Console, config: Config, parameters: int) -> None:
@@ -112,7 +178,7 @@ def network(console: rich.console.Console, config: Config, parameters: int) -> N
 def steps(
     console: rich.console.Console,
     config: Config,
-    batches: RowBatches,
+    batches: Batches,
     truncation: Truncation,
     need: memory.Need,
     how: Mapping[str, Any],
@@ -125,7 +191,8 @@ def steps(
         carried = f"each window by itself, {100 * model.mask_fraction:g} % of it masked"
     if truncation.mode == "full":
         carried = "each row's whole text at once (--data.sequence-length is not read)"
-    line(console, "batches", f"{rows} × {length}, {count(len(batches), 'step')} a pass, {carried}")
+    whole = "window of the stream" if config.data.streaming else "pass"
+    line(console, "batches", f"{rows} × {length}, {count(len(batches), 'step')} a {whole}, {carried}")
     _cuts(console, config.train, batches, truncation)
     if truncation.mode == "full":
         left = memory.available(torch.device(how["device"]))
@@ -143,7 +210,7 @@ def steps(
     )
 
 
-def _cuts(console: rich.console.Console, train: TrainConfig, batches: RowBatches, cut: Truncation) -> None:
+def _cuts(console: rich.console.Console, train: TrainConfig, batches: Batches, cut: Truncation) -> None:
     """Where the gradient is cut, unless that is where the windows begin; and where the text allows less than asked."""
     length = batches.sequence_length
     too_long = train.truncation_length is not None and train.truncation_length > cut.length

@@ -72,6 +72,8 @@ def measure_checkpoints(
     names: Sequence[str],
     *,
     paths: Sequence[str] = (),
+    encoding: str | None = None,
+    column: str | None = None,
     max_lag: int | None = None,
     windows: int = 8,
     runs_dir: str = "runs",
@@ -81,7 +83,9 @@ def measure_checkpoints(
 
     Args:
         names: files, run directories or names of runs.
-        paths: the text's files.
+        paths: the text's files, named as in training.
+        encoding: of these files; by default as in training.
+        column: of rows, that holds the text; by default as in training.
         max_lag: K; by default twice the steps that a loss of each run looks back at most, and no more than 512.
         windows: of text, the same at every call.
         runs_dir: where names of runs are looked up.
@@ -95,7 +99,7 @@ def measure_checkpoints(
         if not isinstance(language.model, RecurrentModel):
             why = not_defined(language.config.model.kind)
             raise UsageError(f"{language.path} has no gradient decay: {why}.")
-        text = language.text(paths, cache_dir=cache_dir)
+        text = language.text(paths, encoding=encoding, column=column, cache_dir=cache_dir)
         if len(text.ids) < 2 and not paths:  # there was no validation: the run itself measured on this
             text = language.text(split="train", cache_dir=cache_dir)
         plan = language.saved["plan"]

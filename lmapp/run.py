@@ -42,7 +42,7 @@ from lmapp.training import memory, plan
 from lmapp.training.infill import InfillModule
 from lmapp.training.module import LanguageModule
 from lmapp.training.saving import EndOfStep, SafeCheckpointIO, keep_as_best
-from lmapp.training.truncation import kernels, resolve
+from lmapp.training.truncation import check_resets, kernels, resolve
 from lmapp.training.validation import InfillValidation, Validation
 from lmapp.units import count
 
@@ -184,7 +184,9 @@ class _Assembly:
         model.compute_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
         self.probe_shape, self.probe_note = self._probe_shape(corpus)
         shape = batches.batch_size, batches.sequence_length, batches.longest
-        self.need = memory.needed(model, config.train, self.truncation, *shape, self.probe_shape)
+        if batches.resets:
+            check_resets(model)
+        self.need = memory.needed(model, config.train, self.truncation, *shape, self.probe_shape, resets=batches.resets)
         memory.check(self.need, config, self.truncation, batches, self.probe_shape, device)
         if self.directory is None:
             self.directory = _make_directory(config, data.corpus_name)
@@ -209,7 +211,7 @@ class _Assembly:
             },
             "plan": {
                 "precision": precision,
-                "kernels": kernels(model, self.truncation, *shape),
+                "kernels": kernels(model, self.truncation, *shape, resets=batches.resets),
                 "threads": torch.get_num_threads(),
                 "device": device.type,
                 "cpu": _cpu(),
@@ -311,7 +313,9 @@ class _Assembly:
     def _open_data(self) -> TextDataModule:
         with describe.encoding_progress(self.console) as progress:
             whole_rows = self.config.train.bptt == "full"
-            data = TextDataModule(self.config.data, progress=progress, say=self._say, whole_rows=whole_rows)
+            data = TextDataModule(
+                self.config.data, progress=progress, say=self._say, seed=self.config.seed, whole_rows=whole_rows
+            )
             if self.saved:
                 data.setup_from(self.saved["corpus"])
             else:
@@ -378,8 +382,13 @@ class _Assembly:
             window = data.train_dataloader().sequence_length
             masking = {"mask_fraction": config.model.mask_fraction, "window": window}
         if validates:
-            validation = InfillValidation if masking else Validation
-            callbacks.append(validation(corpus.validation, vocabulary, config.data.batch_size, every, **masking))
+            rows = config.data.batch_size
+            starts = corpus.starts["validation"] if config.data.reset_state else None
+            callbacks.append(
+                InfillValidation(corpus.validation, vocabulary, rows, every, **masking)
+                if masking
+                else Validation(corpus.validation, vocabulary, rows, every, starts=starts)
+            )
         if probe is not None:
             callbacks.append(probe)
         if masking:

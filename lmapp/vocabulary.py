@@ -10,6 +10,7 @@ import codecs
 import json
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -217,6 +218,25 @@ class Vocabulary:
         if any(len(character) != 1 for character in characters):
             raise ValueError("a symbol of it is not one character")
         return cls("".join(characters), byte_fallback)
+
+
+def read_vocabulary(path: str) -> Vocabulary:
+    """The vocabulary of a tokenizers file.
+
+    Raises:
+        LmappError: the file is missing, or is no vocabulary of single characters and bytes.
+    """
+    try:
+        return Vocabulary.from_json(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LmappError(
+            f"The vocabulary {path} cannot be read: {error.strerror or error}.\n"
+            "--data.alphabet is characters, bytes or a tokenizers file."
+        ) from error
+    except UnicodeDecodeError:
+        raise LmappError(f"{path} is not a vocabulary file: it is no text.") from None
+    except LmappError as error:
+        raise LmappError(f"{path}: {error}") from error
 
 
 class Decoder:

@@ -54,6 +54,7 @@ def content(fill: float = 1.0, size: int = 40) -> dict[str, Any]:
             "progress": {"step": 3, "state": "running", "best": None},
             "states": None,
             "tokens": None,
+            "keep": None,
             "random": {},
             "records": {},
             "wandb_id": None,

@@ -36,10 +36,17 @@ EVERYTHING: dict[str, Any] = {
         "sequence_length": 9,
         "val_fraction": 0.25,
         "test_fraction": 0.125,
-        "encoding": "latin-1",
-        "separator": "",
         "column": "body",
+        "separator": "",
+        "reset_state": True,
+        "encoding": "latin-1",
+        "errors": "skip",
+        "newlines": "lf",
+        "normalization": "nfkc",
+        "lowercase": True,
+        "min_count": 3,
         "byte_fallback": "true",
+        "split_at": "record",
         "cache_dir": "elsewhere",
         "shrink": False,
     },
@@ -93,6 +100,17 @@ EVERYTHING: dict[str, Any] = {
 """Every option that goes with the others, with another value than its default."""
 
 APART: dict[tuple[str, str], dict[str, Any]] = {
+    ("data", "hub"): {"data": {"hub": "owner/name"}},
+    ("data", "hub_config"): {"data": {"hub": "owner/name", "hub_config": "en"}},
+    ("data", "hub_split"): {"data": {"hub": "owner/name", "hub_split": "test"}},
+    ("data", "alphabet"): {"data": {"alphabet": "bytes"}},
+    ("data", "streaming"): {"data": {"streaming": True}},
+    ("data", "stream_steps"): {"data": {"streaming": True, "stream_steps": 3}},
+    ("data", "alphabet_from"): {"data": {"streaming": True, "alphabet_from": 3}},
+    ("data", "shuffle_files"): {"data": {"streaming": True, "shuffle_files": True}},
+    ("data", "shift_epochs"): {"data": {"shift_epochs": True}},
+    ("data", "val_path"): {"data": {"val_path": ["v.txt"]}},
+    ("data", "test_path"): {"data": {"test_path": ["t.txt"]}},
     ("model", "kind"): {"model": {"kind": "window"}},
     ("model", "window"): {"model": {"kind": "window", "window": 3}},
     ("model", "forget_bias"): {"model": {"forget_bias": -1.5}},
@@ -474,6 +492,83 @@ def test_a_later_corpus_takes_the_place_of_files() -> None:
     both = merge({}, {"data": {"corpus": "tiny_shakespeare", "path": ["b.txt"]}})
     assert build(both).data.path == ["b.txt"]
     assert build(merge(build({}).as_dict(), files)).data.path == ["a.txt"]
+    hub = build({"data": {"hub": "owner/name"}}).as_dict()
+    assert build(merge(files, {"data": {"hub": "owner/name"}})) == build(hub)
+    assert build(merge(hub, {"data": {"path": "a.txt"}})) == build(files)
+    assert build(merge(hub, {"data": {"corpus": "shakespeare"}})).data.hub is None
+    assert build(merge(files, hub)) == build(hub)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"data": {"path": "a", "hub": "b/c"}}, "--data.path and --data.hub exclude each other"),
+        ({"data": {"hub_config": "en"}}, "--data.hub-config is an option of --data.hub"),
+        ({"data": {"hub_split": "test"}}, "--data.hub-split is an option of --data.hub"),
+        *[
+            (
+                {"data": {"alphabet": "bytes", name: value}},
+                f"{option_name(('data', name))} does nothing to --data.alphabet",
+            )
+            for name, value in {
+                "encoding": "latin-1",
+                "errors": "skip",
+                "newlines": "lf",
+                "normalization": "nfc",
+                "lowercase": True,
+                "min_count": 2,
+                "byte_fallback": "true",
+            }.items()
+        ],
+        (
+            {"data": {"alphabet": "v.json", "min_count": 2}},
+            "--data.min-count does nothing to a vocabulary that is given",
+        ),
+        ({"data": {"min_count": 2, "byte_fallback": "false"}}, "--data.min-count writes rare characters as bytes"),
+        *[
+            (
+                {"data": {"streaming": True, name: value}},
+                f"{option_name(('data', name))} needs to know where the text ends",
+            )
+            for name, value in {
+                "val_fraction": 0.1,
+                "test_fraction": 0.1,
+                "split_at": "file",
+                "shift_epochs": True,
+                "shrink": False,
+            }.items()
+        ],
+        ({"data": {"streaming": True}, "train": {"max_epochs": 1}}, "--train.max-epochs needs to know where the text"),
+        (
+            {"data": {"streaming": True}, "train": {"bptt": "full"}},
+            "--train.bptt full needs to know where the text ends",
+        ),
+        ({"data": {"stream_steps": 3}}, "--data.stream-steps is an option of --data.streaming"),
+        ({"data": {"alphabet_from": 3}}, "--data.alphabet-from is an option of --data.streaming"),
+        ({"data": {"shuffle_files": True}}, "--data.shuffle-files is an option of --data.streaming"),
+        (
+            {"data": {"streaming": True, "alphabet": "bytes", "alphabet_from": 3}},
+            "--data.alphabet-from does nothing to",
+        ),
+        ({"data": {"val_path": "v", "val_fraction": 0.1}}, "--data.val-path and --data.val-fraction exclude"),
+        ({"data": {"test_path": "v", "test_fraction": 0.1}}, "--data.test-path and --data.test-fraction exclude"),
+        ({"data": {"path": "-", "val_path": "-"}}, "Standard input can be read once"),
+        ({"data": {"alphabet": "bytes"}, "model": {"kind": "infill"}}, "an infill model restores characters"),
+        (
+            {"data": {"reset_state": True}, "model": {"kind": "window"}},
+            "--data.reset-state is an option of kind recurrent",
+        ),
+    ],
+)
+def test_options_of_the_text_that_do_not_go_together(options: dict[str, Any], said: str) -> None:
+    assert said in message(options)
+
+
+@pytest.mark.parametrize("mode", ["full", "sliding"])
+def test_shifted_epochs_need_windows_with_borders(mode: str) -> None:
+    assert "--data.shift-epochs moves the windows' borders" in message(
+        {"data": {"shift_epochs": True}, "train": {"bptt": mode}}
+    )
 
 
 def test_a_wrong_section_stays_wrong_when_merged() -> None:
@@ -506,7 +601,7 @@ def test_option_names() -> None:
     assert ("name",) in option_names()
     assert len(set(option_names())) == len(option_names())
     assert option_names(bool) == [
-        ("data", "shrink"), ("model", "bias"), ("model", "tie_embeddings"), ("train", "carry_state"),
+        ("data", "reset_state"), ("data", "lowercase"), ("data", "streaming"), ("data", "shuffle_files"), ("data", "shift_epochs"), ("data", "shrink"), ("model", "bias"), ("model", "tie_embeddings"), ("train", "carry_state"),
     ]  # fmt: skip
     assert option_names(bool | None) == [("model", "bidirectional")]
     assert {keys[0] for keys in option_names() if len(keys) == 2} == set(configuration.SECTIONS)

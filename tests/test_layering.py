@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "lmapp"
 
 # What everyone may import.
-BASE = {"errors", "units", "config", "vocabulary", "checkpoint"}
+BASE = {"errors", "units", "config", "vocabulary", "checkpoint", "resets"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -18,6 +18,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors"},
     "vocabulary": {"errors"},
     "checkpoint": {"errors"},
+    "resets": set(),
     "data": BASE,
     "cells": BASE,
     "models": {*BASE, "cells"},

@@ -16,6 +16,7 @@ import lmapp
 from lmapp import checkpoint
 from lmapp.config import read_yaml
 from lmapp.errors import UsageError
+from lmapp.run import Interrupted
 from lmapp.training.module import LanguageModule
 from lmapp.training.saving import EndOfStep
 
@@ -55,6 +56,7 @@ def outcome(run: Path) -> dict[str, Any]:
         "optimizer": content["optimizer_states"],
         "states": content["lmapp"]["states"],
         "tokens": content["lmapp"]["tokens"],
+        "keep": content["lmapp"]["keep"],
         "random": content["lmapp"]["random"]["torch"],
         "progress": {k: v for k, v in progress.items() if "seconds" not in k},
         "since": since,
@@ -117,6 +119,31 @@ def test_resumed_from_any_step_of_three_epochs(tmp_path: Path, real_text: str, m
     edges = {e * steps_per_epoch + d for e in range(epochs + 1) for d in (-2, -1, 0, 1, 2)} | {1, 2, 33}
     for step in sorted(edges & set(range(1, 34))):
         kept.assert_same_after(step)
+
+
+@pytest.mark.parametrize("cuts", [(11, 15), (11, 22, 27), (5, 11, 12, 13, 22, 23, 33)])
+def test_resumed_again_and_again(
+    tmp_path: Path, real_text: str, monkeypatch: pytest.MonkeyPatch, cuts: tuple[int, ...]
+) -> None:
+    """At an epoch's end and in the middle of the next; epochs have 11 steps, each cut at other places."""
+    config = make_config(tmp_path, real_text[:900], "run", max_steps=34, val_every_steps=1)
+    config["data"]["shift_epochs"] = True
+    whole = lmapp.train({**config, "name": "whole"}, quiet=True)
+    step = LanguageModule.optimizer_step
+
+    def cut(self: LanguageModule, *arguments: Any) -> None:
+        step(self, *arguments)
+        self.stop_requested = self.progress.step in cuts
+
+    monkeypatch.setattr(LanguageModule, "optimizer_step", cut)
+    with pytest.raises(Interrupted):
+        lmapp.train(config, quiet=True)
+    for _ in cuts[1:]:
+        with pytest.raises(Interrupted):
+            lmapp.train(resume="run", runs_dir=config["runs_dir"], quiet=True)
+    parts = lmapp.train(resume="run", runs_dir=config["runs_dir"], quiet=True)
+    assert outcome(whole.path)["progress"]["epoch"] == 3
+    assert_same(outcome(whole.path), outcome(parts.path), f"cut at {cuts}: ")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,13 @@ import lightning
 from lmapp.config import DataConfig
 from lmapp.data import corpora, encoded, sources
 from lmapp.data.batches import RowBatches, fit_shape
-from lmapp.data.encoded import EncodedCorpus
+from lmapp.data.encoded import Alphabet, Cut, EncodedCorpus
+from lmapp.data.hub import HubDataset
+from lmapp.data.sources import Source
+from lmapp.data.streaming import Batches, Sample, Stream, StreamBatches
+from lmapp.data.text import policy_of
 from lmapp.errors import LmappError
-from lmapp.vocabulary import Vocabulary
+from lmapp.vocabulary import Vocabulary, read_vocabulary
 
 Progress = Callable[[int, int | None], None]
 
@@ -25,6 +29,7 @@ class TextDataModule(lightning.LightningDataModule):
         config: the `data` section.
         progress: told (bytes done, bytes in all) while the text is encoded.
         say: told in a line what is out of the ordinary.
+        seed: of the order in which a stream's files are read.
         whole_rows: read a row's whole text in one step, whatever `sequence_length` says.
     """
 
@@ -34,30 +39,58 @@ class TextDataModule(lightning.LightningDataModule):
         *,
         progress: Progress | None = None,
         say: Callable[[str], None] = lambda _: None,
+        seed: int = 0,
         whole_rows: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
+        self.seed = seed
         self.whole_rows = whole_rows
         self.progress = progress
         self.say = say
         self.corpus: EncodedCorpus | None = None
-        self.batches: RowBatches | None = None
+        self.batches: Batches | None = None
+        self._stream: Stream | None = None
 
     @property
     def corpus_name(self) -> str:
-        """What the text is called: the named corpus, or the first file."""
-        return Path(self.config.path[0]).stem.strip("*") or "text" if self.config.path else self.config.corpus
+        """What the text is called: the named corpus, the data set, or the first file."""
+        config = self.config
+        if config.path:
+            return "stdin" if config.path[0] == "-" else sources.stem(config.path[0]) or "text"
+        return config.corpus if config.hub is None else config.hub.partition("@")[0].rpartition("/")[2]
 
-    def setup(self, stage: str | None = None) -> None:
+    def texts(self) -> dict[str, list[Source]]:
+        """What is to be read: the text, and separate validation and test data, if there are any.
+
+        Raises:
+            LmappError: it is not there, or cannot be read.
+        """
+        config, cache = self.config, Path(self.config.cache_dir)
+        text: list[Source]
+        if config.hub is not None:
+            text = [HubDataset(config.hub, config.hub_config, config.hub_split, say=self.say)]
+        else:
+            paths = config.path or [str(corpora.fetch(config.corpus, cache, self.say))]
+            text = sources.resolve(paths, cache_dir=cache, once=config.streaming)
+        validation, test = (
+            sources.resolve(paths, cache_dir=cache) if paths else [] for paths in (config.val_path, config.test_path)
+        )
+        return {"text": text, "validation": validation, "test": test}
+
+    def setup(self, stage: str | None = None, *, texts: dict[str, list[Source]] | None = None) -> None:
         """Fetch and encode the text (once: later calls find it), and lay it out in rows.
+
+        Args:
+            stage: does not matter.
+            texts: what `texts` has returned already.
 
         Raises:
             LmappError: the text is not there, cannot be read or is too short.
         """
         if self.batches is not None:
             return
-        self._lay_out(self._encode())
+        self._lay_out(self._encode(texts or self.texts()))
 
     def setup_from(self, saved: Mapping[str, Any]) -> None:
         """Open the text of a run that goes on: from the cache, else by encoding it again.
@@ -69,8 +102,10 @@ class TextDataModule(lightning.LightningDataModule):
             LmappError: as in `setup`, or the text is another one now.
         """
         cached = encoded.load(Path(self.config.cache_dir) / "encoded" / saved["key"], saved["fingerprint"])
+        if self.config.streaming:  # what is piped in may be another text now
+            cached = None
         try:
-            corpus = cached or self._encode()
+            corpus = cached or self._encode(self.texts())
         except LmappError as error:
             raise LmappError(
                 f"{error}\nStart it in the directory the run was started in, or name its --data.cache-dir."
@@ -82,25 +117,54 @@ class TextDataModule(lightning.LightningDataModule):
             )
         self._lay_out(corpus)
 
-    def _encode(self) -> EncodedCorpus:
-        config, cache = self.config, Path(self.config.cache_dir)
-        files = sources.resolve(config.path) if config.path else [corpora.fetch(config.corpus, cache, self.say)]
+    def _encode(self, texts: dict[str, list[Source]]) -> EncodedCorpus:
+        config = self.config
         fallback = {"auto": None, "true": True, "false": False}[config.byte_fallback]
+        given = None if config.alphabet in ("characters", "bytes") else read_vocabulary(config.alphabet)
+        val_fraction = 0.1 if config.val_fraction is None else config.val_fraction
+        if config.val_path or config.streaming:
+            val_fraction = 0.0
+        text = texts["text"]
+        if config.streaming:
+            self._stream = Stream(
+                text,
+                policy=policy_of(config),
+                separator=config.separator,
+                column=config.column,
+                seed=self.seed if config.shuffle_files else None,
+            )
+            text = [Sample(self._stream.head(config.alphabet_from))]
+            fallback = fallback is not False
         return encoded.encode(
-            files,
-            cache_dir=cache,
-            encoding=config.encoding,
+            text,
+            cache_dir=Path(config.cache_dir),
+            policy=policy_of(config),
             separator=config.separator,
             column=config.column,
-            val_fraction=0.1 if config.val_fraction is None else config.val_fraction,
-            max_val_characters=1_000_000 if config.val_fraction is None else None,
-            test_fraction=config.test_fraction,
-            byte_fallback=fallback,
+            validation=texts["validation"],
+            test=texts["test"],
+            cut=Cut(
+                val_fraction=val_fraction,
+                max_val_characters=1_000_000 if config.val_fraction is None else None,
+                test_fraction=config.test_fraction,
+                at=config.split_at,
+            ),
+            alphabet=Alphabet(min_count=config.min_count, byte_fallback=fallback, given=given),
             progress=self.progress,
         )
 
     def _lay_out(self, corpus: EncodedCorpus) -> None:
         config, self.corpus = self.config, corpus
+        if self._stream is not None:
+            self.batches = StreamBatches(
+                self._stream,
+                corpus.vocabulary,
+                batch_size=config.batch_size,
+                sequence_length=config.sequence_length,
+                steps=config.stream_steps,
+                reset_state=config.reset_state,
+            )
+            return
         count = len(corpus.train)
         length = 1 if self.whole_rows else config.sequence_length
         rows, steps = fit_shape(count, config.batch_size, length)
@@ -120,6 +184,8 @@ class TextDataModule(lightning.LightningDataModule):
             batch_size=rows,
             sequence_length=None if self.whole_rows else steps,
             starts_character=self.vocabulary.starts_character,
+            starts=corpus.starts["train"] if config.reset_state else None,
+            shift=config.shift_epochs,
         )
 
     @property
@@ -128,7 +194,7 @@ class TextDataModule(lightning.LightningDataModule):
         assert self.corpus is not None
         return self.corpus.vocabulary
 
-    def train_dataloader(self) -> RowBatches:
+    def train_dataloader(self) -> Batches:
         """Batches of contiguous rows; sized, with a position that is saved and restored exactly."""
         assert self.batches is not None
         return self.batches

@@ -1,62 +1,97 @@
 """One bounded-memory pass of text into memory-mapped files of ids, keyed by content and options.
 
-Shapes: N symbols of a split, V symbols of the alphabet, P characters in the whole text.
+Shapes: N symbols of a split, V symbols of the alphabet, P distinct characters of the text, M records of a split.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
-import secrets
-import shutil
-import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lmapp.data import sources
+from lmapp.data import cache, sources
+from lmapp.data.baselines import baselines
+from lmapp.data.draft import Draft, map_file, smallest_dtype
+from lmapp.data.sources import Source
+from lmapp.data.text import Reading, TextPolicy
 from lmapp.errors import LmappError, UsageError
-from lmapp.vocabulary import UnknownCharacterError, Vocabulary, code_points, describe, utf8_lengths
+from lmapp.units import count
+from lmapp.vocabulary import Vocabulary, describe, utf8_lengths
 
-BLOCK = 1 << 20
-"""Characters, or ids, worked on at a time."""
-
-FORMAT = 1
+FORMAT = 2
 """Part of every key: raised whenever the same text would give other files."""
 
 SPLITS = ("train", "validation", "test")
-
-_DENSE_PAIRS = 1 << 20
-"""Up to this many possible pairs are counted in a table of all of them."""
 
 Progress = Callable[[int, int | None], None]
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Where the validation and the test split are cut off the end of the text, in this order.
+
+    ⌊test_fraction · characters⌋ at the end, ⌊val_fraction · characters⌋ before them, the rest for training. A split of
+    a single character would have nothing to predict and is left to training.
+
+    Attributes:
+        val_fraction: Share of the characters for validation.
+        max_val_characters: The most characters that validation gets; None: no limit.
+        test_fraction: Share of the characters for the test split.
+        at: A cut falls on the character; or on the first start of a record, or of a file, from there on, and if there
+            is none, on the last one.
+    """
+
+    val_fraction: float = 0.1
+    max_val_characters: int | None = 1_000_000
+    test_fraction: float = 0.0
+    at: Literal["character", "record", "file"] = "character"
+
+
+@dataclass(frozen=True)
+class Alphabet:
+    """Which characters get a symbol of their own.
+
+    Attributes:
+        min_count: How often a character has to occur in the training split.
+        byte_fallback: Whether any other is written as bytes: True, always possible; None, if there is one; False, it is
+            an error.
+        given: A vocabulary to use as it is.
+    """
+
+    min_count: int = 1
+    byte_fallback: bool | None = None
+    given: Vocabulary | None = None
+
+
+@dataclass(frozen=True)
 class EncodedCorpus:
-    """A text as ids, in three splits that follow one another: train, validation, test.
+    """A text as ids, in three splits.
 
     Attributes:
         directory: Where it lies.
         vocabulary: Its alphabet, of V symbols.
         train, validation, test: (N,) ids, read-only memory maps of the smallest unsigned type that holds V − 1; an
             empty array for an empty split.
+        starts: For each split (M,) the symbols at which its records begin, sorted.
         facts: What is known about the text, numbers and strings only:
-            characters, bytes (of its UTF-8 form), files, boms_removed;
-            train_characters, validation_characters, test_characters, and the same with …_symbols;
-            alphabet (distinct characters), vocabulary_size, byte_fallback;
-            unseen (the distinct characters that are not in the alphabet), unseen_train, unseen_validation, unseen_test
-            (how often they occur; unseen_train can differ from 0 only if the vocabulary was given);
+            characters, bytes (of its UTF-8 form), files, records, boms_removed, recognised (encodings told by a byte
+            order mark), replaced (undecodable places), skipped (undecodable bytes), left_out (hidden files), and
+            left_out_names of the first;
+            train_characters, validation_characters, test_characters, and the same with …_symbols and …_records;
+            alphabet (distinct characters with a symbol, or distinct bytes), vocabulary_size, byte_fallback;
+            rare (the distinct characters without a symbol that the training split holds) and unseen (those that it does
+            not hold; with a given vocabulary all without a symbol), rare_train, unseen_train and so on for each split
+            (how often they occur there);
             validation_capped (the share asked for was more than the largest allowed validation split);
-            unigram_bits, bigram_bits, baseline_split (see `baselines`).
+            unigram_bits, bigram_bits, baseline_split (see `baselines`);
+            text_fingerprint: of the text that training is cut from, without separate validation and test data.
         fingerprint: Of the contents and of the options that change the text (`sources.fingerprint`).
     """
 
@@ -65,116 +100,109 @@ class EncodedCorpus:
     train: NDArray[np.unsignedinteger]
     validation: NDArray[np.unsignedinteger]
     test: NDArray[np.unsignedinteger]
+    starts: Mapping[str, NDArray[np.int64]]
     facts: dict[str, Any]
     fingerprint: str
 
 
 def encode(
-    files: Sequence[Path],
+    text: Sequence[Source],
     *,
     cache_dir: Path,
-    encoding: str = "utf-8",
+    policy: TextPolicy = TextPolicy(),  # noqa: B008
     separator: str | None = None,
     column: str = "text",
-    val_fraction: float = 0.1,
-    max_val_characters: int | None = 1_000_000,
-    test_fraction: float = 0.0,
-    byte_fallback: bool | None = None,
+    validation: Sequence[Source] = (),
+    test: Sequence[Source] = (),
+    cut: Cut = Cut(),
+    alphabet: Alphabet = Alphabet(),
     progress: Progress | None = None,
-    vocabulary: Vocabulary | None = None,
 ) -> EncodedCorpus:
-    """The text of files as ids, from the cache if it has been encoded before.
-
-    The splits are cut by characters: ⌊test_fraction · characters⌋ at the end, ⌊val_fraction · characters⌋ before them
-    (at most `max_val_characters`), the rest for training. A validation or test split of a single character would have
-    nothing to predict and is left to training.
+    """A text as ids, from the cache if it has been encoded before.
 
     Args:
-        files: See `sources.stream`, also for encoding, separator and column.
+        text: What is trained on; validation and test are cut off its end unless they are given.
         cache_dir: Where `encoded/KEY/` is made.
-        encoding: The files' encoding.
-        separator: What stands between two records.
-        column: The field of a JSON Lines row that holds its text.
-        val_fraction: Share of the characters for validation.
-        max_val_characters: The most characters that validation gets; None: no limit.
-        test_fraction: Share of the characters for the test split.
-        byte_fallback: Whether a character that does not occur in the training split is written as bytes: True, always
-            possible; None, if there is such a character; False, such a character is an error.
-        progress: Called with the bytes read so far and the bytes of all files.
-        vocabulary: An alphabet to use in place of the training split's own; then `byte_fallback` is not looked at.
+        policy: How bytes become text. With `as_bytes` the alphabet is that of the 256 bytes, whatever `alphabet` says.
+        separator: What stands between two records (`sources.stream`).
+        column: The field of a row that holds its text.
+        validation: Separate validation data.
+        test: Separate test data.
+        cut: Where the splits that are not given are cut.
+        alphabet: Which characters get a symbol.
+        progress: Called with the bytes read so far and the bytes of all sources, None if that is not known.
 
     Raises:
         UsageError: if the fractions leave no training split, or the encoding is unknown.
         LmappError: if the text is empty or a single character, has a character that cannot be written, changes while
             it is read, cannot be read (`sources.stream`), or the cache cannot be written.
     """
-    _check_fractions(val_fraction, test_fraction)
-    stamps = _stamps(files)
-    fingerprint = sources.fingerprint(files, encoding, separator, column)
-    options = [FORMAT, fingerprint, val_fraction, max_val_characters, test_fraction]
-    alphabet = [byte_fallback] if vocabulary is None else [vocabulary.characters, vocabulary.byte_fallback]
-    key = hashlib.blake2b(json.dumps([*options, *alphabet]).encode(), digest_size=16).hexdigest()
-    directory = cache_dir / "encoded" / key
+    _check_fractions(cut)
+    groups = {"text": text, "validation": validation, "test": test}
+    groups = {name: group for name, group in groups.items() if group}
+    stamps = [source.stamp() for group in groups.values() for source in group]
+    prints = {name: sources.fingerprint(group, policy, separator, column) for name, group in groups.items()}
+    fingerprint = prints["text"] if len(prints) == 1 else _hash(prints, 32)
+    given = alphabet.given
+    options = [cut.val_fraction, cut.max_val_characters, cut.test_fraction, cut.at]
+    letters = [alphabet.min_count, alphabet.byte_fallback] if given is None else [given.characters, given.byte_fallback]
+    directory = cache_dir / "encoded" / _hash([FORMAT, prints, options, letters], 16)
     cached = load(directory, fingerprint)
     if cached is not None:
         return cached
 
-    with _writing(directory.parent) as temporary:
-        draft = _Draft(temporary / "draft.bin")
-        reading = sources.Reading()
-        pieces = sources.stream(files, encoding=encoding, separator=separator, column=column, reading=reading)
-        total = sum(size for size, _ in stamps)
-        for _ in draft.fill(_blocks(pieces), reading):
-            if progress is not None:
-                progress(reading.bytes, total)
-        if _stamps(files) != stamps:
+    with cache.writing(directory.parent) as temporary:
+        draft, reading = Draft(temporary, as_bytes=policy.as_bytes), Reading()
+        sizes = [source.size() for group in groups.values() for source in group]
+        total = None if None in sizes else sum(size for size in sizes if size is not None)
+        ends = {}
+        for name, group in groups.items():
+            pieces = sources.stream(group, policy=policy, separator=separator, column=column, reading=reading)
+            for _ in draft.fill(pieces, reading):
+                if progress is not None:
+                    progress(reading.bytes, total)
+            ends[name] = draft.length
+        if [source.stamp() for group in groups.values() for source in group] != stamps:
             raise LmappError("The text changed while it was being read.\nTry again when nothing writes to its files.")
 
-        name = str(files[0]) if len(files) == 1 else f"The text of {len(files):,} files"
-        ends, capped = _split(draft.characters, val_fraction, max_val_characters, test_fraction, name)
-        counts = _split_counts(draft, ends)
-        if vocabulary is None:
-            vocabulary = _alphabet(draft, counts, byte_fallback)
-        facts: dict[str, Any] = {
-            "characters": draft.characters,
-            "bytes": int(draft.counts @ utf8_lengths(draft.points)),
-            "files": len(files),
-            "boms_removed": reading.boms,
-            "alphabet": len(vocabulary.characters),
-            "vocabulary_size": len(vocabulary),
-            "byte_fallback": vocabulary.byte_fallback,
-            "validation_capped": capped,
-        }
-        ids = vocabulary.ids_of(draft.points)
-        unseen = np.sort(draft.points[ids < 0])
-        facts["unseen"] = unseen.astype("<u4").tobytes().decode("utf-32-le")
-        if len(unseen) and not vocabulary.byte_fallback:
-            raise _unseen_error(draft, ids, ends, reading)
-        dtype = _dtype(len(vocabulary))
-        for row, (split, begin, end) in enumerate(zip(SPLITS, (0, *ends), (*ends, draft.characters), strict=True)):
-            unseen_here = int(counts[row][ids < 0].sum())
-            facts[f"{split}_characters"] = end - begin
-            facts[f"{split}_symbols"] = _write(
+        ranges, capped = _ranges(draft, ends, {name: _called(group) for name, group in groups.items()}, cut, reading)
+        counts = {split: draft.count(*ranges[split]) for split in SPLITS[1:]}
+        counts["train"] = draft.counts - sum(counts.values())
+        vocabulary = _vocabulary(draft, counts["train"], alphabet)
+        facts = _facts(draft, reading, vocabulary, counts, given is not None)
+        facts |= {"validation_capped": capped, "text_fingerprint": prints["text"]}
+        if not facts["train_characters"]:
+            raise LmappError(f"{_called(text)} holds no character: each of its bytes would continue one.")
+        ids = np.arange(256) if policy.as_bytes else vocabulary.ids_of(draft.points)
+        if (ids < 0).any() and not vocabulary.byte_fallback:
+            raise _unknown_error(draft, ids, ranges, counts["train"], reading, given is not None)
+        records = draft.starts
+        for split, (begin, end) in ranges.items():
+            first, after = np.searchsorted(records, [begin, end])
+            starts = records[first:after] - begin
+            written = _write(
                 temporary / f"{split}.bin",
                 draft.blocks(begin, end),
                 vocabulary,
                 ids,
                 draft.points,
-                spell=unseen_here > 0,
+                spell=bool(counts[split][ids < 0].any()),
+                starts=starts,
             )
-            facts[f"unseen_{split}"] = unseen_here
-        draft.path.unlink()
+            facts[f"{split}_symbols"], facts[f"{split}_records"] = written, len(starts)
+        del records
+        draft.remove()
 
-        train = _map(temporary / "train.bin", dtype)
-        validation = _map(temporary / "validation.bin", dtype)
-        facts["baseline_split"] = "validation" if len(validation) else "train"
+        dtype = smallest_dtype(len(vocabulary))
+        train_ids, scored = (map_file(temporary / f"{split}.bin", dtype) for split in SPLITS[:2])
+        facts["baseline_split"] = "validation" if len(scored) else "train"
         facts["unigram_bits"], facts["bigram_bits"] = baselines(
-            train, validation if len(validation) else train, vocabulary.starts_character
+            train_ids, scored if len(scored) else train_ids, vocabulary.starts_character
         )
-        del train, validation
+        del train_ids, scored
         _write_text(temporary / "vocabulary.json", vocabulary.to_json())
         _write_text(temporary / "facts.json", json.dumps(facts, indent=1))
-        _publish(temporary, directory)
+        cache.publish(temporary, directory, lambda place: load(place, "") is not None)
 
     corpus = load(directory, fingerprint)
     if corpus is None:
@@ -182,236 +210,195 @@ def encode(
     return corpus
 
 
-def baselines(
-    train: NDArray[np.unsignedinteger], scored: NDArray[np.unsignedinteger], starts_character: NDArray[np.bool_]
-) -> tuple[float, float]:
-    """Bits per character of a unigram and of a bigram model counted on `train`, add-one smoothed.
-
-    −Σ log₂ p over the symbols of `scored` but the first, as a model that starts cold is scored, divided by the
-    characters they make up: p(b) = (n_b + 1) / (n + V) and p(b | a) = (n_ab + 1) / (n_a + V), where n_a counts a's
-    followed by a symbol.
-
-    Args:
-        train: (N,) ids, N ≥ 1.
-        scored: (M,) ids, M ≥ 2 characters.
-        starts_character: (V,) whether a symbol starts a character.
-    """
-    size = len(starts_character)
-    counts = np.zeros(size, dtype=np.int64)
-    for ids in _windows(train, 0):
-        counts += np.bincount(ids, minlength=size)
-    followed = counts.copy()
-    followed[train[-1]] -= 1
-    targets = np.zeros(size, dtype=np.int64)
-    for ids in _windows(scored[1:], 0):
-        targets += np.bincount(ids, minlength=size)
-    unigram = targets @ (np.log2(len(train) + size) - np.log2(counts + 1))
-
-    if size * size <= _DENSE_PAIRS:
-        pairs = np.arange(size * size)
-        weights = _count_dense(scored, size)
-        seen = _count_dense(train, size)
-    else:  # only pairs that are scored need counting
-        pairs, weights = _count_sparse(scored, size)
-        seen = _count_listed(train, size, pairs)
-    bigram = weights @ (np.log2(followed[pairs // size] + size) - np.log2(seen + 1))
-    characters = int(targets[starts_character].sum())
-    return float(unigram) / characters, float(bigram) / characters
-
-
-def _windows(ids: NDArray[np.unsignedinteger], overlap: int) -> Iterator[NDArray[np.unsignedinteger]]:
-    for begin in range(0, len(ids) - overlap, BLOCK):
-        yield ids[begin : begin + BLOCK + overlap]
-
-
-def _pairs(ids: NDArray[np.unsignedinteger], size: int) -> Iterator[NDArray[np.int64]]:
-    """The pairs (a, b) that follow one another as a·size + b, block by block."""
-    for block in _windows(ids, 1):
-        yield block[:-1].astype(np.int64) * size + block[1:]
-
-
-def _count_dense(ids: NDArray[np.unsignedinteger], size: int) -> NDArray[np.int64]:
-    counts = np.zeros(size * size, dtype=np.int64)
-    for pairs in _pairs(ids, size):
-        counts += np.bincount(pairs, minlength=size * size)
-    return counts
-
-
-def _count_sparse(ids: NDArray[np.unsignedinteger], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The distinct pairs, sorted, and how often each occurs."""
-    keys = counts = np.empty(0, dtype=np.int64)
-    for pairs in _pairs(ids, size):
-        block_keys, block_counts = np.unique(pairs, return_counts=True)
-        merged = np.union1d(keys, block_keys)
-        sums = np.zeros(len(merged), dtype=np.int64)
-        sums[np.searchsorted(merged, keys)] += counts
-        sums[np.searchsorted(merged, block_keys)] += block_counts
-        keys, counts = merged, sums
-    return keys, counts
-
-
-def _count_listed(ids: NDArray[np.unsignedinteger], size: int, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How often each of some distinct, sorted pairs occurs."""
-    counts = np.zeros(len(keys), dtype=np.int64)
-    for pairs in _pairs(ids, size):
-        block_keys, block_counts = np.unique(pairs, return_counts=True)
-        places = np.minimum(np.searchsorted(keys, block_keys), len(keys) - 1)
-        found = keys[places] == block_keys
-        counts[places[found]] += block_counts[found]
-    return counts
-
-
-class _Draft:
-    """The text in a file of provisional ids, numbered in the order in which blocks bring new characters.
-
-    Final ids need the whole training split's alphabet, and where that ends is known only at the end of the text. An id
-    is written in the smallest type that held all ids so far, so the file is a row of runs of growing types.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.points: NDArray[np.uint32] = np.empty(0, dtype=np.uint32)  # (P,) code point of each provisional id
-        self.counts: NDArray[np.int64] = np.empty(0, dtype=np.int64)  # (P,)
-        self.characters = 0
-        self._table = np.full(0x110000, -1, dtype=np.int32)
-        self._runs: list[tuple[np.dtype, int]] = []
-
-    def fill(self, texts: Iterator[str], reading: sources.Reading) -> Iterator[None]:
-        """Write the text, pausing after each block."""
-        with self.path.open("wb") as file:
-            for text in texts:
-                try:
-                    ids = self._number(code_points(text))
-                except UnknownCharacterError as error:
-                    where = reading.locate(self.characters + error.index)
-                    raise LmappError(f"{where} is a lone surrogate, not a character.") from error
-                dtype = _dtype(len(self.points))
-                if self._runs and self._runs[-1][0] == dtype:
-                    self._runs[-1] = (dtype, self._runs[-1][1] + len(ids))
-                else:
-                    self._runs.append((dtype, len(ids)))
-                file.write(ids.astype(dtype).data)
-                self.characters += len(ids)
-                yield
-
-    def _number(self, points: NDArray[np.uint32]) -> NDArray[np.int32]:
-        ids = self._table.take(points)
-        if ids.min() < 0:
-            new = np.unique(points[ids < 0])
-            self._table[new] = np.arange(len(self.points), len(self.points) + len(new), dtype=np.int32)
-            self.points = np.concatenate([self.points, new])
-            self.counts = np.concatenate([self.counts, np.zeros(len(new), dtype=np.int64)])
-            ids = self._table.take(points)
-        self.counts += np.bincount(ids, minlength=len(self.points))
-        return ids
-
-    def blocks(self, begin: int, end: int) -> Iterator[NDArray[np.unsignedinteger]]:
-        """The provisional ids of characters begin … end − 1, block by block."""
-        with self.path.open("rb") as file:
-            first, offset = 0, 0
-            for dtype, length in self._runs:
-                for place in range(max(begin, first), min(end, first + length), BLOCK):
-                    file.seek(offset + (place - first) * dtype.itemsize)
-                    yield np.fromfile(file, dtype, min(BLOCK, end - place, first + length - place))
-                first, offset = first + length, offset + length * dtype.itemsize
-
-
-def _blocks(pieces: Iterator[str]) -> Iterator[str]:
-    """The same text in pieces of about `BLOCK` characters."""
-    waiting: list[str] = []
-    size = 0
-    for piece in pieces:
-        for begin in range(0, len(piece), BLOCK):
-            waiting.append(piece[begin : begin + BLOCK])
-            size += len(waiting[-1])
-            if 2 * size >= BLOCK:
-                yield "".join(waiting)
-                waiting, size = [], 0
-    if waiting:
-        yield "".join(waiting)
-
-
-def _dtype(size: int) -> np.dtype:
-    """The smallest unsigned type for ids 0 … size − 1; little-endian, so a cache can move."""
-    return np.dtype("<u1" if size <= 1 << 8 else "<u2" if size <= 1 << 16 else "<u4")
-
-
-def _stamps(files: Sequence[Path]) -> list[tuple[int, int]]:
+def load(directory: Path, fingerprint: str) -> EncodedCorpus | None:
+    """The corpus of a directory; None if there is none or it is damaged. The fingerprint is taken at its word."""
     try:
-        return [(status.st_size, status.st_mtime_ns) for status in map(os.stat, files)]
-    except OSError as error:
-        raise LmappError(f"{error.filename} cannot be read: {error.strerror}.") from error
+        facts = json.loads((directory / "facts.json").read_text(encoding="utf-8"))
+        vocabulary = Vocabulary.from_json((directory / "vocabulary.json").read_text(encoding="utf-8"))
+        dtype = smallest_dtype(len(vocabulary))
+        maps = [map_file(directory / f"{split}.bin", dtype) for split in SPLITS]
+        starts = {split: map_file(_starts_file(directory / f"{split}.bin"), np.dtype("<i8")) for split in SPLITS}
+        if [len(ids) for ids in maps] != [facts[f"{split}_symbols"] for split in SPLITS]:
+            return None
+        if [len(starts[split]) for split in SPLITS] != [facts[f"{split}_records"] for split in SPLITS]:
+            return None
+        return EncodedCorpus(directory, vocabulary, maps[0], maps[1], maps[2], starts, facts, fingerprint)
+    except (OSError, ValueError, KeyError, TypeError, LmappError):
+        return None
 
 
-def _check_fractions(val_fraction: float, test_fraction: float) -> None:
-    for option, fraction in (("val", val_fraction), ("test", test_fraction)):
+def _hash(content: Any, size: int) -> str:
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=size).hexdigest()
+
+
+def _called(group: Sequence[Source]) -> str:
+    return group[0].name if len(group) == 1 else f"The text of {len(group):,} files"
+
+
+# Splits ---------------------------------------------------------------------------------------------------------------
+
+
+def _check_fractions(cut: Cut) -> None:
+    for option, fraction in (("val", cut.val_fraction), ("test", cut.test_fraction)):
         if not 0 <= fraction < 1:
             raise UsageError(f"--data.{option}-fraction is {fraction}; it must be at least 0 and below 1.")
-    if val_fraction + test_fraction >= 1:
+    if cut.val_fraction + cut.test_fraction >= 1:
         raise UsageError(
-            f"--data.val-fraction {val_fraction} and --data.test-fraction {test_fraction} leave nothing to train on.\n"
-            "Together they must be below 1."
+            f"--data.val-fraction {cut.val_fraction} and --data.test-fraction {cut.test_fraction} leave nothing to "
+            "train on.\nTogether they must be below 1."
         )
 
 
-def _split(
-    characters: int, val_fraction: float, max_val_characters: int | None, test_fraction: float, name: str
-) -> tuple[tuple[int, int], bool]:
-    """Where training and validation end, in characters, and whether validation was cut to the most allowed."""
-    if characters == 0:
-        raise LmappError(f"{name} is empty.")
-    if characters == 1:
-        raise LmappError(f"{name} is a single character; it takes at least 2 to predict one.")
+def _ranges(
+    draft: Draft, ends: Mapping[str, int], names: Mapping[str, str], cut: Cut, reading: Reading
+) -> tuple[dict[str, tuple[int, int]], bool]:
+    """Where each split begins and ends in the draft, and whether validation was cut to the most allowed."""
+    begin, given = 0, {}
+    for group, end in ends.items():
+        if end == begin:
+            raise LmappError(f"{names[group]} is empty.")
+        if end - begin == 1:
+            raise LmappError(f"{names[group]} is a single character; it takes at least 2 to predict one.")
+        given[group] = (begin, end)
+        begin = end
+    size = ends["text"]
     # The decimal fraction that was typed, not the binary one next to it: 0.29 of 100 characters is 29.
-    test = int(characters * Fraction(repr(float(test_fraction))))
-    asked = validation = int(characters * Fraction(repr(float(val_fraction))))
-    if max_val_characters is not None:
-        validation = min(validation, max_val_characters)
-    capped = validation < asked
-    test, validation = (part if part >= 2 else 0 for part in (test, validation))
-    train = characters - validation - test
-    if train < 2:
+    test = 0 if "test" in given else int(size * Fraction(repr(float(cut.test_fraction))))
+    asked = validation = 0 if "validation" in given else int(size * Fraction(repr(float(cut.val_fraction))))
+    if cut.max_val_characters is not None:
+        validation = min(validation, cut.max_val_characters)
+    place = _places(draft, cut.at, size, reading)
+    after_validation = place(size - test, size) if test > 1 else size
+    if size - after_validation == 1:
+        after_validation = size
+    after_train = place(after_validation - validation, after_validation) if validation > 1 else after_validation
+    if after_validation - after_train == 1:
+        after_train = after_validation
+    if after_train < 2:
         raise UsageError(
-            f"--data.val-fraction {val_fraction} and --data.test-fraction {test_fraction} leave {train} of "
-            f"{characters} characters to train on; it takes at least 2."
+            f"--data.val-fraction {cut.val_fraction} and --data.test-fraction {cut.test_fraction} leave {after_train} "
+            f"of {size} characters to train on; it takes at least 2."
         )
-    return (train, train + validation), capped
+    ranges = {
+        "train": (0, after_train),
+        "validation": given.get("validation", (after_train, after_validation)),
+        "test": given.get("test", (after_validation, size)),
+    }
+    return ranges, validation < asked
 
 
-def _split_counts(draft: _Draft, ends: tuple[int, int]) -> NDArray[np.int64]:
-    """(3, P): how often each provisional id occurs in each split."""
-    counts = np.zeros((3, len(draft.points)), dtype=np.int64)
-    for row, begin, end in ((1, *ends), (2, ends[1], draft.characters)):
-        for block in draft.blocks(begin, end):
-            counts[row] += np.bincount(block, minlength=len(draft.points))
-    counts[0] = draft.counts - counts[1] - counts[2]
-    return counts
+def _places(draft: Draft, at: str, size: int, reading: Reading) -> Callable[[int, int], int]:
+    """Where a cut that is wanted at a position, before another one, may fall."""
+    if at == "character":
+        return (lambda wanted, before: _character_start(draft, wanted)) if draft.as_bytes else lambda wanted, _: wanted
+    starts = draft.starts if at == "record" else np.array([start for _, start in reading.starts], dtype=np.int64)
+    starts = np.array(starts[(starts > 0) & (starts < size)])
+
+    def place(wanted: int, before: int) -> int:
+        possible = starts[starts < before]
+        if not len(possible):
+            raise UsageError(
+                f"--data.split-at {at}: the text has too few {at}s to cut validation or test off before one.\n"
+                "Cut at a character, or name separate data: --data.val-path FILE"
+            )
+        return int(possible[min(int(np.searchsorted(possible, wanted)), len(possible) - 1)])
+
+    return place
 
 
-def _alphabet(draft: _Draft, counts: NDArray[np.int64], byte_fallback: bool | None) -> Vocabulary:
-    """The training split's characters."""
-    seen = counts[0] > 0
-    characters = np.sort(draft.points[seen]).astype("<u4").tobytes().decode("utf-32-le")
-    return Vocabulary(characters, byte_fallback=not seen.all() if byte_fallback is None else byte_fallback)
+def _character_start(draft: Draft, wanted: int) -> int:
+    """The first byte from there on that does not continue a character of UTF-8, if it is among the next four."""
+    following = [byte for block in draft.blocks(wanted, min(wanted + 4, draft.length)) for byte in block]
+    return next((wanted + i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), wanted)
 
 
-def _unseen_error(draft: _Draft, ids: NDArray[np.int64], ends: tuple[int, int], reading: sources.Reading) -> LmappError:
+# Alphabet -------------------------------------------------------------------------------------------------------------
+
+
+def _vocabulary(draft: Draft, in_train: NDArray[np.int64], alphabet: Alphabet) -> Vocabulary:
+    if draft.as_bytes:
+        return Vocabulary("", byte_fallback=True)
+    if alphabet.given is not None:
+        return alphabet.given
+    kept = in_train >= alphabet.min_count
+    fallback = not kept.all() if alphabet.byte_fallback is None else alphabet.byte_fallback
+    if not kept.any() and not fallback:
+        raise UsageError(f"No character occurs --data.min-count {alphabet.min_count} times in the training split.")
+    return Vocabulary(_text_of(draft.points[kept]), byte_fallback=fallback)
+
+
+def _text_of(points: NDArray[np.uint32]) -> str:
+    return np.sort(points).astype("<u4").tobytes().decode("utf-32-le")
+
+
+def _facts(
+    draft: Draft, reading: Reading, vocabulary: Vocabulary, counts: Mapping[str, NDArray[np.int64]], given: bool
+) -> dict[str, Any]:
+    """What is known once the alphabet is: see `EncodedCorpus`."""
+    in_train = counts["train"]
+    if draft.as_bytes:
+        characters, sizes = vocabulary.starts_character, np.ones(256, dtype=np.int64)
+        without = np.zeros(256, dtype=np.bool_)
+    else:
+        characters, sizes = np.ones(len(draft.points), dtype=np.bool_), utf8_lengths(draft.points)
+        without = vocabulary.ids_of(draft.points) < 0
+    rare = without & (in_train > 0) & (not given)
+    unseen = without & ~rare
+    facts: dict[str, Any] = {
+        "characters": int(draft.counts @ characters),
+        "bytes": int(draft.counts @ sizes),
+        "files": len(reading.starts),
+        "records": reading.records,
+        "boms_removed": reading.boms,
+        "recognised": ", ".join(sorted(reading.by_mark)),
+        "replaced": reading.replaced,
+        "skipped": reading.skipped,
+        "left_out": reading.left_out_count,
+        "left_out_names": ", ".join(reading.left_out),
+        "alphabet": int((in_train > 0).sum()) if draft.as_bytes else len(vocabulary.characters),
+        "vocabulary_size": len(vocabulary),
+        "byte_fallback": vocabulary.byte_fallback,
+        "rare": _text_of(draft.points[rare]),
+        "unseen": _text_of(draft.points[unseen]),
+    }
+    for split in SPLITS:
+        facts[f"{split}_characters"] = int(counts[split] @ characters)
+        facts[f"rare_{split}"] = int(counts[split][rare].sum())
+        facts[f"unseen_{split}"] = int(counts[split][unseen].sum())
+    return facts
+
+
+def _unknown_error(
+    draft: Draft,
+    ids: NDArray[np.int64],
+    ranges: Mapping[str, tuple[int, int]],
+    in_train: NDArray[np.int64],
+    reading: Reading,
+    given: bool,
+) -> LmappError:
+    """For the first character that has no symbol and cannot be written as bytes."""
     index = 0
-    for block in draft.blocks(0, draft.characters):
+    for block in draft.blocks(0, draft.length):
         unknown = np.flatnonzero(ids[block] < 0)
         if len(unknown):
             index += int(unknown[0])
-            character = chr(draft.points[block[unknown[0]]])
+            provisional = block[unknown[0]]
             break
         index += len(block)
-    split = SPLITS[sum(index >= end for end in ends)]
-    if split == "train":  # only a given vocabulary can lack a character of this split
+    split = next(split for split, (begin, end) in ranges.items() if begin <= index < end)
+    remedy = "Let it be written as bytes: --data.byte-fallback true"
+    if given:
         problem = "is not in the vocabulary, which has no byte fallback"
-        remedy = "Use a model that was trained with --data.byte-fallback true"
+        remedy = "Use a vocabulary with byte fallback: that of a model trained with --data.byte-fallback true"
+    elif in_train[provisional]:
+        problem = f"occurs {count(in_train[provisional], 'time')} in the training split: --data.min-count asks for more"
     else:
         problem = f"occurs in the {split} split and never in the training split"
-        remedy = "Let it be written as bytes: --data.byte-fallback true"
-    return LmappError(f"{describe(character)} {problem}.\nIt stands in {reading.locate(index)}.\n{remedy}")
+    character = describe(chr(draft.points[provisional]))
+    return LmappError(f"{character} {problem}.\nIt stands in {reading.locate(index)}.\n{remedy}")
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
 
 
 def _write(
@@ -422,113 +409,40 @@ def _write(
     points: NDArray[np.uint32],
     *,
     spell: bool,
+    starts: NDArray[np.int64],
 ) -> int:
-    """Write the final ids of blocks of provisional ids; how many symbols they are.
+    """Write the final ids of blocks of provisional ids, and where records begin among them; how many symbols they are.
 
     `ids` and `points` (P,) are the final id (−1: none) and the code point of each provisional id; `spell` says whether
-    one without a final id occurs.
+    one without a final id occurs; `starts` (M,) are characters of the split.
     """
-    dtype = _dtype(len(vocabulary))
+    dtype = smallest_dtype(len(vocabulary))
     final = ids if spell else ids.astype(dtype)
-    symbols = 0
-    with path.open("wb") as file:
+    widths = np.where(ids < 0, utf8_lengths(points), 1)
+    characters = symbols = 0
+    with path.open("wb") as file, _starts_file(path).open("wb") as starts_file:
         for block in blocks:
+            first, after = np.searchsorted(starts, [characters, characters + len(block)])
+            here = starts[first:after] - characters
             out = final.take(block)
             if spell:
+                before = np.cumsum(widths.take(block)) - widths.take(block)
+                here = before[here]
                 out = vocabulary.spell(out, points.take(block)).astype(dtype)
             file.write(out.data)
+            starts_file.write((here + symbols).astype("<i8").data)
+            characters += len(block)
             symbols += len(out)
-        _to_disk(file)
+        cache.to_disk(file)
+        cache.to_disk(starts_file)
     return symbols
+
+
+def _starts_file(path: Path) -> Path:
+    return path.with_suffix(".starts")
 
 
 def _write_text(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
-        _to_disk(file)
-
-
-def _to_disk(file: Any) -> None:
-    # Before the rename that makes the files valid, or a power cut could leave zeros under a valid name.
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _map(path: Path, dtype: np.dtype) -> NDArray[np.unsignedinteger]:
-    if path.stat().st_size == 0:
-        empty = np.empty(0, dtype=dtype)
-        empty.flags.writeable = False
-        return empty
-    return np.memmap(path, dtype=dtype, mode="r")
-
-
-def load(directory: Path, fingerprint: str) -> EncodedCorpus | None:
-    """The corpus of a directory; None if there is none or it is damaged. The fingerprint is taken at its word."""
-    try:
-        facts = json.loads((directory / "facts.json").read_text(encoding="utf-8"))
-        vocabulary = Vocabulary.from_json((directory / "vocabulary.json").read_text(encoding="utf-8"))
-        dtype = _dtype(len(vocabulary))
-        maps = [_map(directory / f"{split}.bin", dtype) for split in SPLITS]
-        if [len(ids) for ids in maps] != [facts[f"{split}_symbols"] for split in SPLITS]:
-            return None
-        return EncodedCorpus(directory, vocabulary, maps[0], maps[1], maps[2], facts, fingerprint)
-    except (OSError, ValueError, KeyError, TypeError, LmappError):
-        return None
-
-
-@contextmanager
-def _writing(parent: Path) -> Iterator[Path]:
-    """A temporary directory beside the caches, gone afterwards; failures to write become an LmappError."""
-    temporary = parent / _temporary_name()
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(parent)
-        temporary.mkdir()
-        yield temporary
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        problem = "the disk is full" if full else error.strerror or str(error)
-        raise LmappError(
-            f"The encoded text cannot be kept in {parent}: {problem}.\nName another place: --data.cache-dir"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _temporary_name() -> str:
-    return f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
-
-
-def _remove_leftovers(parent: Path) -> None:
-    """Remove the temporary directories of processes of this machine that have died."""
-    for path in parent.glob("*.*.*.tmp"):
-        host, pid, _, _ = path.name.rsplit(".", 3)
-        if host == socket.gethostname() and pid.isdecimal() and not _alive(int(pid)):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
-def _publish(temporary: Path, directory: Path) -> None:
-    """Give a finished directory its name, unless another process has; a damaged one of that name makes way."""
-    while True:
-        try:
-            temporary.rename(directory)
-            return
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        if load(directory, "") is not None:
-            return
-        damaged = directory.parent / _temporary_name()
-        with suppress(FileNotFoundError):
-            directory.rename(damaged)
-        shutil.rmtree(damaged, ignore_errors=True)
+        cache.to_disk(file)

@@ -1,213 +1,224 @@
-"""Open a corpus as a stream of text.
-
-Two ways in. Plain text, compressed or not, is read in blocks of bytes by our own incremental decoder, because the
-loaders at hand turn CRLF and CR into LF, keep a BOM as a character, and cannot say at which byte decoding fails; fsspec
-supplies the decompression. JSON Lines come through `datasets`, read as lines, each parsed here: its JSON reader guesses
-types and hands a text that looks like a date back as another text.
-
-A record is a text file, or a row of a JSON Lines file. Nothing inside a record is changed or added; only a byte order
-mark at a file's start is no part of the text.
-"""
+"""From what a corpus is called to one stream of text: names become sources, and their records are joined."""
 
 from __future__ import annotations
 
-import codecs
-import difflib
 import glob
 import hashlib
 import json
-import lzma
 import os
 import re
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from encodings.aliases import aliases
+from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import IO, cast
 
+from lmapp.data import formats, http, packing
+from lmapp.data.files import LocalFile, Pipe, Remote, Source, StandardInput
+from lmapp.data.formats import Format, Record
+from lmapp.data.names import is_hidden, shown
+from lmapp.data.text import Reading, TextPolicy, codec
 from lmapp.errors import LmappError, UsageError
 
-BLOCK_BYTES = 1 << 20
+__all__ = ["Source", "fingerprint", "resolve", "stem", "stream"]
 
-_JSON_LINES = {".jsonl", ".ndjson"}
-_COMPRESSED = {".gz", ".bz2", ".xz", ".lzma"}
-# Archives hold several files; fsspec would read the first only. Its zstd may end early without an error.
-_UNPACK_FIRST = {".zip", ".zst", ".tar", ".tgz", ".tbz2", ".txz", ".7z", ".rar"}
+STANDARD_INPUT = "-"
 
-_BYTE_ORDER_MARKS = (  # UTF-32's begins with UTF-16's
-    (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
-)
+# Names -> sources -----------------------------------------------------------------------------------------------------
+
+_MEMBERS_OF = re.compile(r"(zip|tar)://(.*?)::(.+)", re.DOTALL)
 
 
-@dataclass
-class Reading:
-    """How far a `stream` has come; it keeps this up to date.
+def resolve(paths: Sequence[str], *, cache_dir: Path, once: bool = False) -> list[Source]:
+    """The sources that names stand for, in the order given.
 
-    Attributes:
-        bytes: Bytes read of the files as they lie on the disk.
-        characters: Characters handed out.
-        boms: Byte order marks removed.
-        starts: Each file that has text, and the index of its first character in the stream.
-    """
+    A name is one of
 
-    bytes: int = 0
-    characters: int = 0
-    boms: int = 0
-    starts: list[tuple[Path, int]] = field(default_factory=list)
+    - a file, added as often as it is given; a file whose name has glob characters in it is found by that name first;
+    - a glob (`**` descends into directories), which adds its files sorted by name, those only that are not in the
+      list yet;
+    - a directory, which adds all files below it like a glob. What is hidden (.name) and links to other directories are
+      left out and reported when the text is read;
+    - an http or https address, which is not asked for anything before its text is wanted;
+    - `-`, standard input, once;
+    - `zip://GLOB::PATH` or `tar://GLOB::PATH`: the members that match of the archive at a path or an address.
 
-    def locate(self, index: int) -> str:
-        """Where character `index` of the stream stands: file and character within it, from 0."""
-        path, start = [entry for entry in self.starts if entry[1] <= index][-1]
-        return f"{path}, character {index - start:,}"
+    `~` is the home directory.
 
-
-def resolve(paths: Sequence[str]) -> list[Path]:
-    """The files that paths and globs name, in the order given.
-
-    A path names one file, as often as it is given. A glob (`**` descends) adds its files sorted by name, those only
-    that are not in the list yet. A file whose name has glob characters in it is found by that name first. `~` is
-    the home directory.
+    Args:
+        paths: The names.
+        cache_dir: Where copies are kept while they are read, of what can be read only once or only in order.
+        once: Standard input is read but once, so no copy of it is needed.
 
     Raises:
-        LmappError: at a missing or unreadable file, a directory, anything that is no regular file, a glob that matches
-            no file, or an archive.
-        UsageError: if `paths` is empty.
+        LmappError: at a missing or unreadable file, anything that is no regular file, a glob or a directory without
+            files, or an archive of a kind that is not read.
+        UsageError: if there is no name, no valid address, or no piped standard input.
     """
     if not paths:
-        raise UsageError("No text is named.\nName a file or a glob: --data.path FILE")
-    files: list[Path] = []
+        raise UsageError("No text is named.\nName a file, a directory or a glob: --data.path FILE")
+    if list(paths).count(STANDARD_INPUT) > 1:
+        raise UsageError("--data.path -: standard input is read once, so it can be named once.")
+    sources: list[LocalFile | Remote | StandardInput | Pipe] = []
     known: set[tuple[int, int]] = set()
     for item in paths:
-        name = os.path.expanduser(item)
-        named = os.path.lexists(name) or not any(sign in name for sign in "*?[")
-        matches = [name] if named else [m for m in sorted(glob.glob(name, recursive=True)) if not os.path.isdir(m)]
-        if not matches:
-            raise LmappError(f"No file matches {item!r}.\nIn a glob, ** descends into directories: 'DIR/**/*.txt'")
-        for path in map(Path, matches):
-            identity = _checked(path)
-            if named or identity not in known:
+        chained = _MEMBERS_OF.fullmatch(item)
+        if item == STANDARD_INPUT:
+            sources.append(Pipe(cache_dir) if once else StandardInput(cache_dir))
+        elif chained:
+            sources.append(_archive(chained[1], chained[2], chained[3], cache_dir))
+        elif http.is_address(item):
+            sources.append(Remote(item, _form_of_address(item), None, cache_dir))
+        else:
+            found, named, left_out = _local(item)
+            for path in found:
+                identity = _checked(path)
+                form = formats.format_of(str(path), shown(str(path)))
+                if named or identity not in known:
+                    sources.append(LocalFile(path, form, None, cache_dir))
+                    known.add(identity)
+            sources[-1].left_out += left_out
+    return list(sources)
+
+
+def _archive(kind: str, members: str, item: str, cache_dir: Path) -> LocalFile | Remote:
+    """Those members of an archive that match."""
+    at_address = http.is_address(item)
+    form = _form_of_address(item) if at_address else formats.format_of(item, shown(item))
+    if form.holds != kind:  # .epub, say, is a zip archive by another name
+        form = form._replace(holds=kind, suffix=f".{kind}")
+    if at_address:
+        return Remote(item, form, members, cache_dir)
+    path = Path(os.path.expanduser(item))
+    _checked(path)
+    return LocalFile(path, form, members, cache_dir)
+
+
+def _form_of_address(address: str) -> Format:
+    return formats.format_of(http.split(address).path, http.name_of(address))
+
+
+def _local(item: str) -> tuple[list[Path], bool, list[str]]:
+    """The files that a name stands for, whether it names one file, and what was left out."""
+    name = os.path.expanduser(item)
+    if os.path.isdir(name):
+        files, left_out = _below(name)
+        if not files:
+            hidden = " that is not hidden" if left_out else ""
+            raise LmappError(f"There is no file{hidden} in the directory {shown(item)}.")
+        return files, False, left_out
+    if os.path.lexists(name) or not any(sign in name for sign in "*?["):
+        if "://" in item:
+            raise LmappError(f"{shown(item)}: addresses of this kind are not read.\nDownload it and name the file.")
+        return [Path(name)], True, []
+    matches = [match for match in sorted(glob.glob(name, recursive=True)) if not os.path.isdir(match)]
+    if not matches:
+        raise LmappError(f"No file matches {item!r}.\nIn a glob, ** descends into directories: 'DIR/**/*.txt'")
+    return [Path(match) for match in matches], False, []
+
+
+def _below(directory: str) -> tuple[list[Path], list[str]]:
+    """All files below a directory, sorted, and what is left out."""
+    files: list[str] = []
+    left_out: list[str] = []
+
+    def refuse(error: OSError) -> None:
+        raise packing.unreadable(shown(str(error.filename)), error)
+
+    for place, directories, names in os.walk(directory, onerror=refuse):
+        for name in (*directories, *names):
+            path = os.path.join(place, name)
+            if is_hidden(name) or (name in directories and os.path.islink(path)):  # a link may lead back up
+                left_out.append(path)
+            elif name not in directories:
                 files.append(path)
-                known.add(identity)
-    return files
+        directories[:] = [name for name in directories if os.path.join(place, name) not in left_out]
+    return sorted(map(Path, files), key=Path.as_posix), sorted(left_out)
 
 
 def _checked(path: Path) -> tuple[int, int]:
     """Device and inode of a file that can be read as text."""
+    name = shown(str(path))
     try:
         if path.is_dir():
-            raise LmappError(f"{path} is a directory.\nName its files: '{path}/**/*.txt'")
+            raise LmappError(f"{name} is a directory.\nName the archive in it.")
         if not path.exists():
-            raise LmappError(f"{path}: no such file.")
+            raise LmappError(f"{name}: no such file.")
         if not path.is_file():
             raise LmappError(
-                f"{path} is not a regular file, and a text is read more than once.\nSave it to a file first."
+                f"{name} is not a regular file, and a text is read more than once.\n"
+                "Save it to a file first, or pipe it into --data.path -"
             )
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
     except OSError as error:
-        raise _unreadable(path, error) from error
-    if path.suffix.lower() in _UNPACK_FIRST or ".tar" in [suffix.lower() for suffix in path.suffixes]:
-        raise LmappError(f"{path} is an archive that is not read directly.\nUnpack it, or pack its text with gzip.")
+        raise packing.unreadable(name, error) from error
     return status.st_dev, status.st_ino
 
 
-def _unreadable(path: Path, error: BaseException) -> LmappError:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
-    return LmappError(f"{path} cannot be read: {reason}.")
+def stem(path: str) -> str:
+    """What a text is called by the name of its path: neither where it is nor of what kind. Empty if it is all glob."""
+    chained = _MEMBERS_OF.fullmatch(path)
+    path = chained[3] if chained else path
+    path = http.split(path).path if http.is_address(path) else path
+    base = os.path.basename(path.rstrip("/"))
+    form = formats.format_of(base, shown(base))
+    base = base.removesuffix(form.suffix)
+    return shown((Path(base).stem if form.holds == "text" else base).strip("*"))
+
+
+# Sources -> text ------------------------------------------------------------------------------------------------------
 
 
 def stream(
-    files: Sequence[Path],
+    sources: Sequence[Source],
     *,
-    encoding: str = "utf-8",
+    policy: TextPolicy = TextPolicy(),  # noqa: B008
     separator: str | None = None,
     column: str = "text",
     reading: Reading | None = None,
-    block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[str]:
-    """The text of files in pieces, none of them empty, in bounded memory; newlines stay as they are.
+    """The text of sources in pieces, none of them empty, in bounded memory.
 
     Args:
-        files: Text files (also .gz, .bz2, .xz) and JSON Lines (.jsonl, .ndjson, these too compressed).
-        encoding: Python's name of the files' encoding.
+        sources: What it is read from.
+        policy: How bytes become text.
         separator: What is put between two records, exactly. None: as many newlines, of the kind the record before
             ends with, as it takes for one blank line to stand between them; empty records count for nothing then.
-        column: The field of a JSON Lines row that holds its text.
+        column: The field of a row (of .jsonl, .csv, .parquet and the like) that holds its text.
         reading: Kept up to date while the text is read.
-        block_bytes: Bytes of a plain file read at a time.
 
     Raises:
-        LmappError: at an undecodable byte (with file, offset and a remedy), a damaged compressed file, a row that is
-            not JSON or has no text; when the pieces are read.
+        LmappError: at an undecodable byte (with file, offset and a remedy), a damaged file, a row that has no text, a
+            server that does not answer and the like; when the pieces are read.
         UsageError: at an unknown encoding; at once.
     """
-    name = _codec(encoding)
+    codec(policy.encoding)
     reading = Reading() if reading is None else reading
-    return _joined(_records(files, name, column, reading, block_bytes), separator, reading)
+    records = (record for source in sources for record in source.records(policy, column, reading))
+    return _joined(records, separator, reading)
 
 
-def fingerprint(
-    files: Sequence[Path], encoding: str = "utf-8", separator: str | None = None, column: str = "text"
-) -> str:
-    """A hash (64 hexadecimal digits) of the files' contents, in order, and of the options that change their text.
+def fingerprint(sources: Sequence[Source], policy: TextPolicy, separator: str | None, column: str) -> str:
+    """A hash (64 hexadecimal digits) of the sources' identities, in order, and of the options that change their text.
 
-    Names and places of the files do not enter it, so a corpus that has moved is the same corpus; what a suffix says
+    Names and places of local files do not enter it, so a corpus that has moved is the same corpus; what a suffix says
     about the format does.
 
     Raises:
-        LmappError: if a file cannot be read.
+        LmappError: if a source cannot be read.
         UsageError: at an unknown encoding.
     """
-    rows = any(_is_json_lines(path) for path in files)
-    options = [_codec(encoding), separator if rows or len(files) > 1 else None, column if rows else None]
-    digest = hashlib.blake2b(json.dumps(options).encode(), digest_size=32)
-    for path in files:
-        try:
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                digest.update(json.dumps([_compression(path), _is_json_lines(path), size]).encode())
-                while block := file.read(BLOCK_BYTES):
-                    digest.update(block)
-        except OSError as error:
-            raise _unreadable(path, error) from error
-    return digest.hexdigest()
+    options = asdict(policy) | {"encoding": codec(policy.encoding)}
+    rows = not all(source.is_one_text for source in sources)
+    separator = separator if rows or len(sources) > 1 else None
+    parts = [options, separator, column if rows else None, *(source.identity() for source in sources)]
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=32).hexdigest()
 
 
-def _codec(encoding: str) -> str:
-    """The encoding's one name, if it decodes bytes to text piece by piece."""
-    try:
-        codec = codecs.lookup(encoding)
-        if codec.incrementaldecoder is not None and isinstance(codec.incrementaldecoder().decode(b"", True), str):
-            return codec.name
-    except (LookupError, ValueError, TypeError):
-        pass
-    known = sorted({*aliases, *aliases.values(), "latin-1", "utf-8", "utf-16"})
-    near = difflib.get_close_matches(encoding.lower(), [name for name in known if name != encoding.lower()], n=1)
-    hint = f"Did you mean {near[0]}?" if near else "Python's names are meant: utf-8, latin-1, cp1252, utf-16, gb18030 …"
-    raise UsageError(f"--data.encoding: there is no text encoding {encoding!r}.\n{hint}")
-
-
-def _compression(path: Path) -> str | None:
-    suffix = path.suffix.lower()
-    return suffix if suffix in _COMPRESSED else None
-
-
-def _is_json_lines(path: Path) -> bool:
-    name = path.with_suffix("") if _compression(path) else path
-    return name.suffix.lower() in _JSON_LINES
-
-
-def _joined(
-    records: Iterable[tuple[Path, bool, Iterator[str]]], separator: str | None, reading: Reading
-) -> Iterator[str]:
+def _joined(records: Iterable[Record], separator: str | None, reading: Reading) -> Iterator[str]:
     tail = ""  # enough of the text handed out to see its last two line ends
-    first = True
-    for path, opens_file, pieces in records:
+    first, opens = True, False
+    for name, opens_file, pieces in records:
+        opens |= opens_file
         head = ""
         while len(head) < 4 and (piece := next(pieces, "")):
             head += piece
@@ -216,11 +227,15 @@ def _joined(
         else:
             between = _blank_line(tail, head[:4]) if tail and head else ""
         first = False
+        reading.records += 1
         if between:
             reading.characters += len(between)
             yield between
-        if opens_file:
-            reading.starts.append((path, reading.characters))
+        if head:
+            if opens:
+                reading.starts.append((name, reading.characters))
+            reading.record_starts.append(reading.characters)
+            opens = False
         while head:
             reading.characters += len(head)
             tail = (tail + between + head[-4:])[-4:]
@@ -237,141 +252,3 @@ def _blank_line(before: str, after: str) -> str:
     while len(re.findall("\r\n|\r|\n", ending + added + opening)) < 2:
         added += newline
     return added
-
-
-def _records(
-    files: Sequence[Path], encoding: str, column: str, reading: Reading, block_bytes: int
-) -> Iterator[tuple[Path, bool, Iterator[str]]]:
-    """Records as (file, whether the record is the file's first, its pieces, none empty)."""
-    for path in files:
-        if _is_json_lines(path):
-            for number, text in enumerate(_rows(path, encoding, column, reading, block_bytes)):
-                yield path, number == 0, iter([text] if text else [])
-        else:
-            yield path, True, _decoded(path, encoding, reading, block_bytes)
-
-
-def _opened(raw: IO[bytes], path: Path) -> IO[bytes]:
-    """The decompressed contents of an open file."""
-    if _compression(path) is None:
-        return raw
-    from fsspec.compression import compr
-    from fsspec.utils import infer_compression
-
-    return cast(IO[bytes], compr[infer_compression(path.name.lower())](raw, mode="rb"))
-
-
-def _decoded(path: Path, encoding: str, reading: Reading, block_bytes: int) -> Iterator[str]:
-    """One file's text, piece by piece, none empty."""
-    decoder = codecs.getincrementaldecoder(encoding)()
-    before, fed, start, text_begun = reading.bytes, 0, b"", False
-    try:
-        with path.open("rb") as raw:
-            file = _opened(raw, path)
-            block = b"\0"
-            while block:
-                block = file.read(block_bytes)
-                fed += len(block)
-                start = start or block[:4]
-                reading.bytes = before + raw.tell()
-                try:
-                    text = decoder.decode(block, final=not block)
-                except UnicodeDecodeError as error:
-                    offset = fed - len(error.object) + error.start
-                    raise _undecodable(path, encoding, error, offset, cut=not block, start=start) from error
-                except UnicodeError as error:
-                    raise LmappError(f"{path} is not {encoding}: {error}.") from error
-                if text and not text_begun:
-                    text_begun = True
-                    if text[0] == "\ufeff":
-                        reading.boms += 1
-                        text = text[1:]
-                if text:
-                    yield text
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: BaseException) -> LmappError:
-    kind = _compression(path)
-    if kind is None or (isinstance(error, OSError) and error.errno is not None):
-        return _unreadable(path, error)
-    return LmappError(f"{path} is damaged or no {kind} file: {error}.")
-
-
-def _undecodable(
-    path: Path, encoding: str, error: UnicodeDecodeError, offset: int, *, cut: bool, start: bytes
-) -> LmappError:
-    wrong = " ".join(f"0x{byte:02x}" for byte in error.object[error.start : error.end][:4])
-    where = f"{path}{' (decompressed)' if _compression(path) else ''}, byte {offset}: {wrong}"
-    marked = next((name for mark, name in _BYTE_ORDER_MARKS if start.startswith(mark)), None)
-    if marked and not encoding.startswith(marked):
-        remedy = f"It begins with the byte order mark of {marked.upper()}: try --data.encoding {marked}"
-    elif cut:
-        return LmappError(
-            f"{where} only begins a character of {encoding}: the file is cut in the middle of a character.\n"
-            "Restore its end, or take these bytes off. If it has another encoding, name it: --data.encoding latin-1"
-        )
-    elif encoding == "utf-8":
-        remedy = "If it has another encoding, name it: --data.encoding latin-1 (Western), cp1252, gb18030 …"
-    else:
-        remedy = "Name the encoding that it has: --data.encoding utf-8"
-    return LmappError(f"{where} is not {encoding} ({error.reason}).\n{remedy}")
-
-
-def _rows(path: Path, encoding: str, column: str, reading: Reading, block_bytes: int) -> Iterator[str]:
-    """The texts of a JSON Lines file's rows. A line of white space only is no row."""
-    # The builder itself: `load_dataset` first reports the use of it over the network, and waits for the answer.
-    from datasets.packaged_modules.text.text import Text
-
-    before, size = reading.bytes, path.stat().st_size
-    try:
-        with TemporaryDirectory() as cache:  # for its lock file; streaming writes nothing else
-            builder = Text(
-                cache_dir=cache,
-                encoding=encoding,
-                chunksize=BLOCK_BYTES,
-                data_files={"train": [glob.escape(str(path.absolute()))]},
-            )
-            lines = builder.as_streaming_dataset(split="train")
-        for number, row in enumerate(lines, start=1):
-            line = row["text"]
-            if number == 1 and line.startswith("\ufeff"):
-                reading.boms += 1
-                line = line[1:]
-            reading.bytes = min(before + size, reading.bytes + len(line) + 1)
-            if line.strip():
-                yield _text_of_row(line, column, f"{path}, line {number}")
-    except UnicodeDecodeError as error:
-        for _ in _decoded(path, encoding, Reading(), block_bytes):
-            pass  # reads on to the byte at fault, which it can name
-        raise LmappError(f"{path} is not {encoding}: {error}.") from error
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise _damaged(path, error) from error
-    reading.bytes = before + size
-
-
-def _text_of_row(line: str, column: str, where: str) -> str:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise LmappError(f"{where} is not JSON: {error.msg} (at its character {error.pos}).") from error
-    except (ValueError, RecursionError) as error:
-        raise LmappError(f"{where} cannot be read as JSON: {error}.") from error
-    if not isinstance(row, dict):
-        raise LmappError(f"{where} is not a JSON object, so it has no column {column!r}.")
-    if column not in row:
-        raise LmappError(
-            f"{where} has no column {column!r}.\nIts columns are: {', '.join(row) or 'none'}. Name one: --data.column"
-        )
-    text = row[column]
-    if not isinstance(text, str):
-        kind = "null" if text is None else f"a {type(text).__name__}"
-        raise LmappError(f"{where}: column {column!r} is {kind}, not a string.")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise LmappError(
-            f"{where}: column {column!r} has half a character (a lone surrogate) at {error.start}."
-        ) from error
-    return text

@@ -100,14 +100,15 @@ def read_prompt(
 
     Without a prompt the text starts as after a line break; where the alphabet has none, every character is as likely.
     """
+    line_break = [] if vocabulary.characters and "\n" not in vocabulary.characters else vocabulary.encode("\n").tolist()
     states = model.initial_state(samples)
     device = next(model.parameters()).device
     if not ids:
-        if "\n" not in vocabulary.characters:
+        if not line_break:
             logits = torch.zeros(samples, len(vocabulary), device=device)
             logits[:, len(vocabulary.characters) :] = float("-inf")
             return logits, states
-        ids = [vocabulary.characters.index("\n")]
+        ids = line_break
     logits, states = model(torch.tensor(ids, device=device).expand(samples, -1), states)
     return logits[:, -1], states
 

@@ -170,7 +170,7 @@ class Restorer(Trained):
         Raises:
             UsageError: there is no text, no mask in it, a mask that is not one character, or an unknown character.
         """
-        return restore(self.model, self.vocabulary, text, mask=mask, window=self.window)
+        return restore(self.model, self.vocabulary, self.prepared(text), mask=mask, window=self.window)
 
     def evaluate(
         self,
@@ -178,20 +178,24 @@ class Restorer(Trained):
         *,
         corpus: str | None = None,
         split: str = "validation",
+        encoding: str | None = None,
+        column: str | None = None,
         cache_dir: str | None = None,
     ) -> InfillEvaluation:
         """The loss on masked characters of a text, under the mask that every evaluation of that text has.
 
         Args:
-            paths: files or globs; without any, a named corpus; without that, the run's own validation split.
+            paths: as in training; without any, a named corpus; without that, the run's own validation split.
             corpus: a named corpus, scored whole.
             split: of the run's own text: train, validation or test.
+            encoding: of the paths' files; by default as in training.
+            column: of rows, that holds the text; by default as in training.
             cache_dir: where encoded text is kept; by default as in the run.
 
         Raises:
             LmappError: the text is not there, cannot be read, or holds a character the model does not know.
         """
-        text = self.text(paths, corpus=corpus, split=split, cache_dir=cache_dir)
+        text = self.text(paths, corpus=corpus, split=split, encoding=encoding, column=column, cache_dir=cache_dir)
         if len(text.ids) == 0:
             raise LmappError(f"There is nothing to restore in {text.name}: give a text with --data.path FILE.")
         share = self.config.model.mask_fraction

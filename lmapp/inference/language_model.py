@@ -25,7 +25,7 @@ class TextScore:
     """What a model makes of a text.
 
     Attributes:
-        text: the text.
+        text: the text, as the model reads it.
         surprisals: bits, one a character; the first has none (nan), it is given.
         log_probability: natural logarithm of the probability of everything after the first character.
     """
@@ -69,7 +69,13 @@ class LanguageModel(Trained):
     ) -> Iterator[str]:
         """The same in pieces, as they are written."""
         return generation.generate(
-            self.model, self.vocabulary, prompt=prompt, length=length, sampling=sampling, stop=stop, seed=seed
+            self.model,
+            self.vocabulary,
+            prompt=self.prepared(prompt),
+            length=length,
+            sampling=sampling,
+            stop=stop,
+            seed=seed,
         )
 
     def samples(
@@ -87,7 +93,7 @@ class LanguageModel(Trained):
             self.model,
             self.vocabulary,
             samples=count,
-            prompt=prompt,
+            prompt=self.prepared(prompt),
             length=length,
             sampling=sampling,
             stop=stop,
@@ -103,6 +109,7 @@ class LanguageModel(Trained):
         Raises:
             UsageError: the text has fewer than two characters, or one the model does not know.
         """
+        text = self.prepared(text)
         if len(text) < 2:
             raise UsageError("A text to score has at least 2 characters: the first is given, the others are predicted.")
         ids = np.array(generation.encode_text(self.vocabulary, text, "text"))
@@ -122,25 +129,30 @@ class LanguageModel(Trained):
         *,
         corpus: str | None = None,
         split: str = "validation",
+        encoding: str | None = None,
+        column: str | None = None,
         cache_dir: str | None = None,
     ) -> Evaluation:
         """Loss, perplexity and bits per character of texts, with carried state and in separate windows.
 
         Args:
-            paths: files or globs; without any, a named corpus; without that, the run's own validation split.
+            paths: as in training; without any, a named corpus; without that, the run's own validation split.
             corpus: a named corpus, scored whole.
             split: of the run's own text: train, validation or test.
+            encoding: of the paths' files; by default as in training.
+            column: of rows, that holds the text; by default as in training.
             cache_dir: where encoded text is kept; by default as in the run.
 
         Raises:
             LmappError: the text is not there, cannot be read, or holds a character the model does not know.
         """
-        text = self.text(paths, corpus=corpus, split=split, cache_dir=cache_dir)
+        text = self.text(paths, corpus=corpus, split=split, encoding=encoding, column=column, cache_dir=cache_dir)
         if len(text.ids) < 2:
             raise LmappError(f"There is nothing to score in {text.name}: give a text with --data.path FILE.")
         starts, sizes = self.vocabulary.starts_character, self.vocabulary.symbol_bytes
-        carried = evaluate(self.model, text.ids, starts, sizes, batch_size=self.config.data.batch_size)
-        cold = evaluate_cold(self.model, text.ids, starts, sizes)
+        rows = self.config.data.batch_size
+        carried = evaluate(self.model, text.ids, starts, sizes, batch_size=rows, starts=text.starts)
+        cold = evaluate_cold(self.model, text.ids, starts, sizes, starts=text.starts)
         return Evaluation(text.name, carried, cold, self.overlap(corpus, text.fingerprint))
 
     def infill(self, text: str, mask: str = "_") -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,17 +12,27 @@ import numpy as np
 
 from lmapp.config import Config, DataConfig
 from lmapp.data import corpora, encoded, sources
+from lmapp.data.encoded import Alphabet, Cut, EncodedCorpus
+from lmapp.data.text import policy_of
 from lmapp.errors import LmappError, UsageError
 from lmapp.models import Network
 from lmapp.vocabulary import Vocabulary
 
 
 class Text(NamedTuple):
-    """A text as a model reads it: ids (N,), what it is called, and the fingerprint of its files."""
+    """A text as a model reads it.
+
+    Attributes:
+        ids: (N,).
+        name: what it is called.
+        fingerprint: of its files.
+        starts: (M,) the symbols at which the state is reset; None for a model that carries it on.
+    """
 
     ids: np.ndarray
     name: str
     fingerprint: str | None
+    starts: np.ndarray | None
 
 
 class Trained:
@@ -43,6 +54,11 @@ class Trained:
         self.config = config
         self.saved = saved
         self.path = path
+        self.policy = policy_of(config.data)
+
+    def prepared(self, text: str) -> str:
+        """A text as the training text was made: line ends, normalisation, lower case."""
+        return text if self.policy.as_bytes else self.policy.apply(text)
 
     @property
     def step(self) -> int:
@@ -55,6 +71,8 @@ class Trained:
         *,
         corpus: str | None = None,
         split: str = "validation",
+        encoding: str | None = None,
+        column: str | None = None,
         cache_dir: str | None = None,
     ) -> Text:
         """A text in this model's alphabet.
@@ -62,9 +80,11 @@ class Trained:
         The run's own splits are found in the cache even when the corpus is gone.
 
         Args:
-            paths: files or globs; without any, a named corpus; without that, a split of the run's own text.
+            paths: as in training; without any, a named corpus; without that, a split of the run's own text.
             corpus: a named corpus, whole.
             split: train, validation or test.
+            encoding: of the paths' files; by default as in training.
+            column: of rows, that holds the text; by default as in training.
             cache_dir: where encoded text is kept; by default as in the run.
 
         Raises:
@@ -83,27 +103,31 @@ class Trained:
                 raise LmappError(
                     f"The text this model was trained on is no longer in {cache}.\nName a text: --data.path FILE."
                 )
-            return Text(getattr(kept, split), f"the run's {split} split", None)
+            return Text(getattr(kept, split), f"the run's {split} split", None, self._starts(kept, split))
         if paths and corpus:
             raise UsageError("--data.path and --data.corpus exclude each other here: score one text at a time.")
         # Not where the checkpoint says: it may be a stranger's, and this writes.
         cache = Path(cache_dir or DataConfig().cache_dir)
-        files = sources.resolve(paths) if paths else [corpora.fetch(str(corpus), cache)]
-        text = encoded.encode(
-            files,
+        kept = encoded.encode(
+            sources.resolve(paths or [str(corpora.fetch(str(corpus), cache))], cache_dir=cache),
             cache_dir=cache,
-            encoding=data.encoding,
+            policy=self.policy if encoding is None else replace(self.policy, encoding=encoding),
             separator=data.separator,
-            column=data.column,
-            val_fraction=0.0,
-            vocabulary=self.vocabulary,
+            column=column or data.column,
+            cut=Cut(val_fraction=0.0),
+            alphabet=Alphabet(given=self.vocabulary),
         )
-        return Text(text.train, ", ".join(paths) if paths else f"corpus {corpus}", text.fingerprint)
+        name = ", ".join(paths) if paths else f"corpus {corpus}"
+        return Text(kept.train, name, kept.fingerprint, self._starts(kept, "train"))
+
+    def _starts(self, corpus: EncodedCorpus, split: str) -> np.ndarray | None:
+        return corpus.starts[split] if self.config.data.reset_state else None
 
     def overlap(self, corpus: str | None, fingerprint: str | None) -> str | None:
         """A warning if a text, a named corpus or one of that fingerprint, is what the model was trained on."""
-        own = None if self.config.data.path else self.config.data.corpus
-        if (own and corpus == own) or fingerprint == self.saved["corpus"]["fingerprint"]:
+        data = self.config.data
+        own = None if data.path or data.hub is not None else data.corpus
+        if (own and corpus == own) or fingerprint == self.saved["corpus"]["facts"]["text_fingerprint"]:
             return "the model was trained on most of this text: this figure is too good."
         if own and corpus and corpora.overlaps(own, corpus):
             return f"{corpus} and {own}, which the model was trained on, share text: this figure is too good."

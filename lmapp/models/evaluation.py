@@ -1,6 +1,6 @@
 """Every validation and test figure comes from here.
 
-Shapes: B batch, T time, V vocabulary, N ids of the text, R rows it is read in.
+Shapes: B batch, T time, V vocabulary, N ids of the text, R rows it is read in, M starts of records.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from lmapp.errors import LmappError
 from lmapp.models.infill import InfillModel, choose_masked
+from lmapp.resets import inner_starts, keep_mask
 from lmapp.units import perplexity
 
 BLOCK = 2**16
@@ -68,11 +69,13 @@ def evaluate(
     batch_size: int,
     warm_up: int = 512,
     chunk: int = 256,
+    starts: np.ndarray | None = None,
 ) -> Score:
     """Read a text with carried state and score each of its characters but the first, once.
 
     The N ids are read in R = max(1, min(batch_size, ⌊N/warm_up⌋)) rows, whose lengths differ by one at most. Each row
-    first reads the `warm_up` ids before it, unscored; row 0 starts cold. So the loss hardly depends on batch_size.
+    first reads the `warm_up` ids before it, unscored; row 0 starts cold. So the loss hardly depends on batch_size, and
+    not at all where records of at most `warm_up` ids begin from the initial state.
 
     Args:
         model: a `RecurrentModel`, a `WindowModel`, or whatever has their `initial_state`, `forward`, `train` and
@@ -83,12 +86,14 @@ def evaluate(
         batch_size: the most rows read at once.
         warm_up: ids a row reads before it is scored.
         chunk: characters read in one call of the model.
+        starts: (M,) int64, in order, the ids that are read from the initial state again, as they begin a record.
 
     Raises:
         LmappError: fewer than two ids: nothing is predicted.
     """
     ids = _checked(ids)
     count = len(ids)
+    starts = inner_starts(starts, count)
     rows = max(1, min(batch_size, count // warm_up if warm_up else count - 1))
     # Targets are 1..N−1. The first rows are the longer ones, so that the ids before row 1 suffice for its warm-up.
     shares = np.full(rows, (count - 1) // rows)
@@ -101,7 +106,9 @@ def evaluate(
             warm = model.initial_state(rows - 1)
             for start in range(0, warm_up, chunk):
                 offsets = np.arange(start, min(start + chunk, warm_up)) - warm_up
-                _, warm = model(tally.tensor(ids[firsts[1:, None] + offsets]), warm)
+                _, warm = _read(
+                    model, tally.tensor(ids[firsts[1:, None] + offsets]), warm, starts, firsts[1:] + offsets[0]
+                )
             states = tuple(
                 type(cold)(*(torch.cat((c[:1], w)) for c, w in zip(cold, state, strict=True)))
                 for cold, state in zip(states, warm, strict=True)
@@ -111,7 +118,7 @@ def evaluate(
             scored = offsets < shares[:, None]
             # A shorter row reads one id more than it has; that target is not scored.
             inputs = np.minimum(firsts[:, None] + offsets, count - 2)
-            logits, states = model(tally.tensor(ids[inputs]), states)
+            logits, states = _read(model, tally.tensor(ids[inputs]), states, starts, firsts + start)
             tally.add(logits, ids[inputs + 1], scored)
     return tally.score()
 
@@ -124,6 +131,7 @@ def evaluate_cold(
     *,
     window: int = 256,
     batch_size: int = 64,
+    starts: np.ndarray | None = None,
 ) -> Score:
     """Score separate windows of `window` inputs and targets, each from the initial state; a shorter last one counts.
 
@@ -131,10 +139,12 @@ def evaluate_cold(
     """
     ids = _checked(ids)
     count = len(ids) - 1
+    starts = inner_starts(starts, len(ids))
     tally = _Tally(model.initial_state(1)[0][0].device, starts_character, symbol_bytes)
     with evaluating(model):
         for inputs in _windows(count, window, batch_size):
-            logits, _ = model(tally.tensor(ids[inputs]), model.initial_state(len(inputs)))
+            cold = model.initial_state(len(inputs))
+            logits, _ = _read(model, tally.tensor(ids[inputs]), cold, starts, inputs[:, 0])
             tally.add(logits, ids[inputs + 1], np.ones(inputs.shape, dtype=bool))
     return tally.score()
 
@@ -184,6 +194,13 @@ def evaluate_infill(
             inputs = np.where(masked, model.mask_symbol, ids[places].astype(np.int64))
             tally.add(model(tally.tensor(inputs)), ids[places], masked)
     return tally.score()
+
+
+def _read(model: Any, tokens: Tensor, states: Any, starts: np.ndarray | None, firsts: np.ndarray) -> tuple[Tensor, Any]:
+    """Tokens (B, T), rows that begin at `firsts` of the text, reset where a record starts; as the model's `forward`."""
+    if starts is None:
+        return model(tokens, states)
+    return model(tokens, states, keep_mask(starts, firsts, tokens.shape[1]).to(tokens.device))
 
 
 def _masks(ids: np.ndarray, starts_character: np.ndarray, fraction: float, seed: int) -> Iterator[np.ndarray]:

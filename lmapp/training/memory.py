@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lmapp.config import Config, TrainConfig
-from lmapp.data.batches import RowBatches
+from lmapp.data.streaming import Batches
 from lmapp.errors import UsageError
 from lmapp.gradients.decay import ProbeShape, measure
 from lmapp.gradients.truncation import Truncation
@@ -59,6 +59,8 @@ def needed(
     steps: int,
     longest: int,
     probe: ProbeShape | None = None,
+    *,
+    resets: bool = False,
 ) -> Need:
     """What training on windows of B rows of T steps takes at its peak.
 
@@ -75,14 +77,16 @@ def needed(
         steps: T.
         longest: the steps of the longest row.
         probe: how gradient decay is measured, if it is.
+        resets: whether states are reset where records begin.
     """
     few, short = min(rows, 4), 2
-    by_table = kernels(model, truncation, rows, steps, longest)[0] == "table+scan"
+    by_table = kernels(model, truncation, rows, steps, longest, resets=resets)[0] == "table+scan"
     if by_table and not isinstance(model, WindowModel) and model.embedding is not None:
         # An embedding's first layer has a table for more characters than symbols only.
         few = min(rows, 32)
         short = model.vocabulary_size // few + 1
-    kept = (_kept(model, truncation, few, short + 4) - _kept(model, truncation, few, short)) / (few * 4)
+    longer, shorter = (_kept(model, truncation, few, length, resets) for length in (short + 4, short))
+    kept = (longer - shorter) / (few * 4)
     character = kept + _backward(model) + 3 * 4 * model.vocabulary_size
     step = round(character * rows * work(truncation, steps, longest))
     return Need(weights(model, train), step, 0 if probe is None else _probed(model, probe))
@@ -106,7 +110,7 @@ def _backward(model: Network) -> int:
     return 2 * numbers * model.compute_dtype.itemsize
 
 
-def _kept(model: Network, truncation: Truncation, rows: int, steps: int) -> int:
+def _kept(model: Network, truncation: Truncation, rows: int, steps: int, resets: bool) -> int:
     """Bytes kept for the backward pass over B rows of T steps, with the kernels that training runs."""
     sizes: dict[int, int] = {}
 
@@ -123,8 +127,10 @@ def _kept(model: Network, truncation: Truncation, rows: int, steps: int) -> int:
         # The graph is held until its tensors are counted: a freed one's address may be another's.
         if isinstance(model, InfillModel):
             graph: object = model(tokens)
-        elif truncation.masks:  # which mask it is does not matter, only that there is one
-            graph = model(tokens, model.initial_state(rows), credit=torch.ones(rows, steps, device=device))
+        elif truncation.masks or resets:  # which mask it is does not matter, only that there is one
+            ones = torch.ones(rows, steps, device=device)
+            keep, credit = ones if resets else None, ones if truncation.masks else None
+            graph = model(tokens, model.initial_state(rows), keep=keep, credit=credit)
         else:
             graph = model(tokens, model.initial_state(rows))
         total = sum(sizes.values())
@@ -205,7 +211,7 @@ def check(
     need: Need,
     config: Config,
     truncation: Truncation,
-    batches: RowBatches,
+    batches: Batches,
     probe: ProbeShape | None,
     device: torch.device,
 ) -> None:

@@ -120,7 +120,9 @@ class LanguageModule(lightning.LightningModule):
         """The plan of a resumed run whose limits were changed."""
         self._carried: Carried | None = None
         self._random: dict[str, Any] | None = None
+        self._position: dict[str, int] | None = None
         self._loss, self._losses, self._predicted, self._characters = torch.zeros(()), torch.zeros(()), 0, 0
+        self._last = False
         self._started = 0.0
 
     # What is due at a step, asked by every callback -----------------------------------------------------------------
@@ -149,11 +151,13 @@ class LanguageModule(lightning.LightningModule):
         """J of the batch, in nats per character."""
         if batch_idx == 0 or not self.config.train.carry_state or self._carried is None:
             self._carried = cold(self.model, batch.inputs.shape[0])
-        logits, self._carried = read(self.model, batch.inputs, self._carried, self.truncation)
+        logits, self._carried = read(self.model, batch.inputs, self._carried, self.truncation, batch.keep)
         each = losses(logits, batch.targets)
-        loss = each.sum() / batch.characters
+        # A narrow batch may hold nothing but further bytes of characters.
+        loss = each.sum() / max(1, batch.characters)
         self._loss, self._losses = loss.detach(), each.detach()
         self._predicted = self._characters = batch.characters
+        self._last = batch.last
         return loss
 
     def configure_gradient_clipping(
@@ -219,6 +223,8 @@ class LanguageModule(lightning.LightningModule):
             progress.nonfinite_in_a_row = 0
             progress.clip_events += self.report.kind == "clip"
         self._fix_plan(elapsed)
+        if self._last:  # a stream has ended that cannot be read again
+            progress.total_steps = progress.step
         if progress.nonfinite_in_a_row >= self.config.train.max_nonfinite:
             progress.state = "stopped"
 
@@ -252,6 +258,7 @@ class LanguageModule(lightning.LightningModule):
             "progress": asdict(self.progress),
             "states": None if self._carried is None else [dict(s._asdict()) for s in self._carried.states],
             "tokens": None if self._carried is None else self._carried.tokens,
+            "keep": None if self._carried is None else self._carried.keep,
             "random": {
                 "torch": torch.get_rng_state(),
                 "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
@@ -268,16 +275,34 @@ class LanguageModule(lightning.LightningModule):
         if saved["states"] is not None:
             kinds = [type(s) for s in self.model.initial_state(1)]
             states = tuple(kind(**s) for kind, s in zip(kinds, saved["states"], strict=True))
-            self._carried = Carried(states, saved["tokens"])
+            self._carried = Carried(states, saved["tokens"], saved["keep"])
         self._random = saved["random"]
+        self._count_epochs(checkpoint["loops"]["fit_loop"])
+
+    def _count_epochs(self, loop: dict[str, Any]) -> None:
+        """Set Lightning's own counts right: resumed at an epoch's end, it does not count the next as begun.
+
+        A second resume, in that next epoch's middle, would then start the epoch again.
+        """
+        begun = self.progress.epoch + (self.progress.batch > 0)
+        counts = {"ready": begun, "started": begun, "processed": self.progress.epoch, "completed": self.progress.epoch}
+        loop["epoch_progress"] = {"total": dict(counts), "current": dict(counts)}
+        if self.progress.batch == 0:
+            self._position = loop["state_dict"]["combined_loader"][0]  # which it then does not restore
+            batches = loop["epoch_loop.batch_progress"]
+            batches["is_last_batch"] = False
+            batches["total"]["completed"] = batches["total"]["processed"]
 
     def on_train_start(self) -> None:
         """Restore the random state last, so that nothing done while setting up can have moved it."""
+        if self._position is not None:
+            loader: Any = self.trainer.train_dataloader
+            loader.load_state_dict(self._position)
         if self._random is not None:
             torch.set_rng_state(self._random["torch"])
             if self._random["cuda"] and torch.cuda.is_available():
                 torch.cuda.set_rng_state_all(self._random["cuda"])
         if self._carried is not None:
-            states, tokens = self._carried
+            states, tokens, keep = self._carried
             states = tuple(type(s)(*(t.to(self.device) for t in s)) for s in states)
-            self._carried = Carried(states, tokens.to(self.device))
+            self._carried = Carried(states, tokens.to(self.device), None if keep is None else keep.to(self.device))

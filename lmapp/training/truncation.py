@@ -4,6 +4,8 @@ Only the gradients depend on the mode, not the values, as long as the weights st
 "sliding" reads the tokens it has kept again with the new ones, all other modes go on from a state that the old ones
 made.
 
+Where a record begins, the states may be reset: no loss then looks back beyond it, whatever the mode.
+
 Shapes: B rows, T steps of a window, V symbols, n kept tokens a row, m groups; τ, s, π as in `Truncation`.
 """
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lmapp.config import TrainConfig
+from lmapp.errors import UsageError
 from lmapp.gradients.truncation import UNLIMITED, Truncation
 from lmapp.models import LanguageNetwork, Network, RecurrentModel, detach
 from lmapp.models.recurrent import States
@@ -26,10 +29,12 @@ class Carried(NamedTuple):
     Attributes:
         states: one State a layer, entering the first of `tokens`; without any, the next window.
         tokens: (B, n) ids read since, n < τ, which only "sliding" keeps. Where n < τ − 1 the row begins with them.
+        keep: (B, n), of these tokens what `read` takes of its inputs; None where nothing is reset or kept.
     """
 
     states: States
     tokens: Tensor
+    keep: Tensor | None = None
 
 
 class Group(NamedTuple):
@@ -65,7 +70,25 @@ def cold(model: LanguageNetwork, rows: int) -> Carried:
     return Carried(model.initial_state(rows), torch.empty(rows, 0, dtype=torch.int64, device=device))
 
 
-def read(model: LanguageNetwork, inputs: Tensor, carried: Carried, truncation: Truncation) -> tuple[Tensor, Carried]:
+def check_resets(model: Network) -> None:
+    """Resetting multiplies states by 0, so it needs layers that begin there.
+
+    Raises:
+        UsageError: a layer, of a cell from outside, begins elsewhere.
+    """
+    assert isinstance(model, RecurrentModel)
+    for layer, state in zip(model.layers, model.initial_state(1), strict=True):
+        if any(component.any() for component in state):
+            raise UsageError(
+                "--data.reset-state makes zeros of the state where a record begins; that is not where "
+                f"{type(layer).__name__} begins.\n"
+                "Leave it out, or use a cell whose initial_state is zeros."
+            )
+
+
+def read(
+    model: LanguageNetwork, inputs: Tensor, carried: Carried, truncation: Truncation, keep: Tensor | None = None
+) -> tuple[Tensor, Carried]:
     """Read a window.
 
     Args:
@@ -73,19 +96,21 @@ def read(model: LanguageNetwork, inputs: Tensor, carried: Carried, truncation: T
         inputs: (B, T) ids.
         carried: from `cold` or the window before.
         truncation: where the gradient is cut. However it is, it never leaves the window, "sliding" apart.
+        keep: (B, T), 0 where an input begins a record, else 1; given for all windows or none. The states that enter a
+            0 become zeros, the initial state, and no gradient passes.
 
     Returns:
         logits (B, T, V), and what the next window is to begin with.
     """
     if truncation.mode == "sliding":
-        return _slide(model, inputs, carried, truncation)
+        return _slide(model, inputs, carried, truncation, keep)
     mask = credit(truncation, *inputs.shape)
-    if mask is None:  # without masks torch.nn's kernels may run
+    if mask is None and keep is None:  # without masks torch.nn's kernels may run
         logits, states = model(inputs, carried.states)
     else:
         wide = carried.states[0][0]
-        logits, states = model(inputs, carried.states, credit=mask.to(wide))
-    return logits, Carried(detach(states), carried.tokens)
+        logits, states = model(inputs, carried.states, keep, None if mask is None else mask.to(wide))
+    return logits, carried._replace(states=detach(states))
 
 
 def credit(truncation: Truncation, rows: int, steps: int) -> Tensor | None:
@@ -136,21 +161,36 @@ def work(truncation: Truncation, steps: int, longest: int) -> int:
     return max(found)
 
 
-def kernels(model: Network, truncation: Truncation, rows: int, steps: int, longest: int) -> list[str]:
-    """What each layer runs on in a whole window, under "sliding" with others before it; as a model's own `kernels`."""
-    if truncation.masks:
+def kernels(
+    model: Network, truncation: Truncation, rows: int, steps: int, longest: int, *, resets: bool = False
+) -> list[str]:
+    """What each layer runs on in a whole window, under "sliding" with others before it; as a model's own `kernels`.
+
+    Args:
+        model: what is trained.
+        truncation: where the gradient is cut.
+        rows: B.
+        steps: T.
+        longest: the steps of the longest row.
+        resets: whether `read` is given `keep`.
+    """
+    if truncation.masks or resets:
         assert isinstance(model, RecurrentModel)
         return model.kernels(rows, work(truncation, steps, longest), masks=True)
     return model.kernels(rows, work(truncation, steps, longest))
 
 
-def _slide(model: LanguageNetwork, inputs: Tensor, carried: Carried, truncation: Truncation) -> tuple[Tensor, Carried]:
+def _slide(
+    model: LanguageNetwork, inputs: Tensor, carried: Carried, truncation: Truncation, keep: Tensor | None
+) -> tuple[Tensor, Carried]:
     """Every group reads from its own start, side by side as rows of one batch.
 
     A shorter group reads on beyond its end; what it puts out there is dropped. Dropout, weight drop and zoneout draw
     anew for each group, and for the steps to its start.
     """
     text = torch.cat((carried.tokens, inputs), 1)
+    if keep is not None and carried.keep is not None:
+        keep = torch.cat((carried.keep, keep), 1)
     total = text.shape[1]
     parts = groups(truncation, carried.tokens.shape[1], inputs.shape[1])
     onward = max(0, total - truncation.length + 1)
@@ -160,18 +200,20 @@ def _slide(model: LanguageNetwork, inputs: Tensor, carried: Carried, truncation:
     with torch.no_grad():
         for start in [*(part.start for part in parts), onward]:
             if start > position:
-                _, states = model(text[:, position:start], states)
+                before = None if keep is None else keep[:, position:start]
+                _, states = model(text[:, position:start], states, before)
                 position = start
             entering.append(states)
     *starts, last = entering
     begin, first, end = torch.tensor(parts).unsqueeze(-1).unbind(1)  # (m, 1) each
     steps = begin + torch.arange(max(part.end - part.start for part in parts))
-    tokens = text[:, steps.clamp(max=total - 1).to(text.device)]  # (B, m, steps)
+    places = steps.clamp(max=total - 1).to(text.device)
+    tokens = text[:, places]  # (B, m, steps)
     side_by_side = tuple(
         type(layer[0])(*(torch.stack(component, 1).flatten(0, 1) for component in zip(*layer, strict=True)))
         for layer in zip(*starts, strict=True)
     )
-    logits, _ = model(tokens.flatten(0, 1), side_by_side)
+    logits, _ = model(tokens.flatten(0, 1), side_by_side, None if keep is None else keep[:, places].flatten(0, 1))
     scored = (first <= steps) & (steps < end)
     logits = logits.unflatten(0, tokens.shape[:2])[:, scored.to(text.device)]
-    return logits, Carried(last, text[:, onward:].clone())
+    return logits, Carried(last, text[:, onward:].clone(), None if keep is None else keep[:, onward:].clone())

@@ -21,16 +21,26 @@ class Validation(lightning.Callback):
         vocabulary: of the corpus.
         batch_size: B; the rows the split is read in, at most.
         every_steps: 0 for only at the end.
+        starts: as `evaluate` takes them.
     """
 
     loss_name: ClassVar[str] = "val/loss"
     """The figure that is to be as low as can be."""
 
-    def __init__(self, ids: np.ndarray, vocabulary: Vocabulary, batch_size: int, every_steps: int) -> None:
+    def __init__(
+        self,
+        ids: np.ndarray,
+        vocabulary: Vocabulary,
+        batch_size: int,
+        every_steps: int,
+        *,
+        starts: np.ndarray | None = None,
+    ) -> None:
         self.ids = ids
         self.vocabulary = vocabulary
         self.batch_size = batch_size
         self.every_steps = every_steps
+        self.starts = starts
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -55,6 +65,7 @@ class Validation(lightning.Callback):
             self.vocabulary.starts_character,
             self.vocabulary.symbol_bytes,
             batch_size=self.batch_size,
+            starts=self.starts,
         )
         return {
             "val/loss": score.loss,

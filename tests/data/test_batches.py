@@ -1,4 +1,5 @@
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -6,6 +7,7 @@ import torch
 
 from lmapp.data.batches import RowBatches, fit_shape
 from lmapp.errors import LmappError
+from lmapp.resets import keep_mask
 from lmapp.vocabulary import Vocabulary
 
 SHAPES = [
@@ -15,10 +17,10 @@ SHAPES = [
 ]
 
 
-def loader(n, b, t, ids=None):
+def loader(n, b, t, ids=None, **options):
     # Distinct ids, so that an id is a place in the text.
     ids = np.arange(n, dtype=np.uint16) if ids is None else ids
-    return RowBatches(ids, batch_size=b, sequence_length=t, starts_character=np.ones(n, dtype=bool))
+    return RowBatches(ids, batch_size=b, sequence_length=t, starts_character=np.ones(n, dtype=bool), **options)
 
 
 def test_every_target_is_used_exactly_once():
@@ -91,21 +93,21 @@ def test_resumed_iteration_equals_uninterrupted():
             first = loader(n, b, t)
             head = list(itertools.islice(first, stop))
             state = first.state_dict()
-            assert state == {"batch": stop}
+            assert state == {"epoch": 0, "batch": stop}
             second = loader(n, b, t)
             second.load_state_dict(state)
             assert second.state_dict() == state
             if stop < len(whole):
                 assert same(head + list(second), whole), (n, b, t, stop)
-                assert second.state_dict() == {"batch": len(whole)}
+                assert second.state_dict() == {"epoch": 0, "batch": len(whole)}
             assert same(list(second), whole)  # the next epoch, from its beginning
 
 
 def test_a_position_survives_an_iterator_that_is_never_read():
     batches = loader(101, 3, 7)
-    batches.load_state_dict({"batch": 2})
+    batches.load_state_dict({"epoch": 1, "batch": 2})
     iter(batches)
-    assert batches.state_dict() == {"batch": 2}
+    assert batches.state_dict() == {"epoch": 1, "batch": 2}
     assert same(list(batches), list(loader(101, 3, 7))[2:])
 
 
@@ -113,11 +115,12 @@ def test_an_abandoned_epoch_does_not_move_the_next():
     batches = loader(101, 3, 7)
     list(itertools.islice(batches, 2))
     assert same(list(batches), list(loader(101, 3, 7)))
+    assert batches.state_dict() == {"epoch": 0, "batch": 5}
 
 
 def test_an_epochs_end_as_position_starts_the_next_epoch():
     batches = loader(101, 3, 7)
-    batches.load_state_dict({"batch": len(batches)})
+    batches.load_state_dict({"epoch": 0, "batch": len(batches)})
     assert same(list(batches), list(loader(101, 3, 7)))
 
 
@@ -126,7 +129,7 @@ def test_a_position_outside_an_epoch_is_refused(position):
     batches = loader(101, 3, 7)
     assert len(batches) == 5
     with pytest.raises(LmappError, match=f"{position}.* 5 batches"):
-        batches.load_state_dict({"batch": position})
+        batches.load_state_dict({"epoch": 0, "batch": position})
 
 
 def test_a_memory_map_gives_the_same(tmp_path):
@@ -134,6 +137,133 @@ def test_a_memory_map_gives_the_same(tmp_path):
     ids.tofile(tmp_path / "ids.bin")
     mapped = np.memmap(tmp_path / "ids.bin", dtype=np.uint8, mode="r")
     assert same(list(loader(1000, 5, 16, mapped)), list(loader(1000, 5, 16, ids)))
+
+
+# Records --------------------------------------------------------------------------------------------------------------
+
+
+def test_keep_is_0_exactly_where_an_input_begins_a_record():
+    rng = np.random.default_rng(0)
+    found = 0
+    for n, b, t in SHAPES:
+        for share in (0.05, 0.4, 1.0):
+            starts = np.flatnonzero(rng.random(n) < share)
+            batches = loader(n, b, t, starts=starts)
+            assert batches.resets == bool(set(starts.tolist()) & set(range(1, n - 1)))
+            for batch in batches:
+                if not batches.resets:
+                    assert batch.keep is None
+                    continue
+                assert batch.keep.dtype == torch.float32
+                expected = ~np.isin(batch.inputs.numpy(), starts)
+                assert batch.keep.tolist() == expected.tolist(), (n, b, t, starts)
+                found += int((~expected).sum())
+    assert found > 1000
+
+
+@pytest.mark.parametrize("starts", [None, [], [0], [100], [0, 100]])
+def test_without_a_record_that_begins_inside_the_text_nothing_is_reset(starts):
+    starts = None if starts is None else np.array(starts, dtype=np.int64)
+    batches = loader(101, 3, 7, starts=starts)
+    assert not batches.resets
+    assert all(batch.keep is None for batch in batches)
+
+
+def test_a_single_symbol_can_be_a_record():
+    keep = keep_mask(np.array([0, 3, 4, 5, 9]), np.array([0, 3, 6, 10]), 3)
+    assert keep.tolist() == [[0, 1, 1], [0, 0, 0], [1, 1, 1], [1, 1, 1]]
+
+
+def test_starts_of_a_million_records_stay_where_they_are(tmp_path):
+    np.arange(0, 3 * 10**6, 3, dtype=np.int64).tofile(tmp_path / "starts.bin")
+    starts = np.memmap(tmp_path / "starts.bin", dtype=np.int64, mode="r")
+    ids = np.zeros(3 * 10**6, dtype=np.uint8)
+    tracemalloc.start()
+    try:
+        batches = RowBatches(
+            ids, batch_size=4, sequence_length=60, starts_character=np.ones(1, dtype=bool), starts=starts
+        )
+        kept = [batches.batch(index).keep.sum().item() for index in (0, 5000, len(batches) - 1)]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept[:2] == [160, 160]
+    assert peak < 2**17
+
+
+# Epochs cut elsewhere -------------------------------------------------------------------------------------------------
+
+
+def test_shifted_epochs_use_every_target_exactly_once_in_equally_many_batches():
+    for n, b, t in SHAPES:
+        batches, plain = loader(n, b, t, shift=True), loader(n, b, t)
+        assert len(plain) <= len(batches) <= len(plain) + 1
+        for _ in range(3):
+            epoch = list(batches)
+            assert len(epoch) == len(batches), (n, b, t)
+            targets = torch.cat([batch.targets.flatten() for batch in epoch])
+            assert sorted(targets[targets >= 0].tolist()) == list(range(1, n)), (n, b, t)
+            assert sum(batch.characters for batch in epoch) == n - 1
+            assert [batch.inputs.shape for batch in epoch[1:-1]] == [(b, t)] * (len(epoch) - 2)
+            assert all(1 <= batch.inputs.shape[1] <= t for batch in epoch)
+            for before, after in itertools.pairwise(epoch):
+                assert torch.equal(before.targets[:, -1], after.inputs[:, 0]), (n, b, t)
+
+
+def test_shifted_epochs_begin_with_at_least_half_of_all_widths_in_turn():
+    for longest, t in itertools.product(range(1, 80), [1, 2, 3, 8, 9, 16]):
+        batches = loader(longest + 1, 1, t, shift=True)
+        firsts = [batches.batch(0, epoch).inputs.shape[1] for epoch in range(2 * t)]
+        count = len(set(firsts))
+        assert count >= t / 2 if longest > t else count == 1, (longest, t)
+        assert all(len(set(part)) == count for part in (firsts[:count], firsts[count : 2 * count]))
+
+
+def endless(batches):
+    while True:
+        yield from batches
+
+
+def test_every_target_has_half_a_window_before_it_in_some_epoch():
+    for longest, t in [(64, 8), (65, 8), (68, 8), (69, 8), (71, 8), (70, 9), (9, 8), (16, 8)]:
+        batches = loader(longest + 1, 1, t, shift=True)
+        most = np.zeros(longest, dtype=int)
+        for batch in itertools.islice(endless(batches), 16 * len(batches)):
+            places = batch.inputs[0].numpy()
+            most[places] = np.maximum(most[places], 1 + np.arange(len(places)))
+        plain = np.arange(longest) % t + 1
+        assert (most >= np.minimum(np.arange(longest) + 1, t / 2)).all(), (longest, t)
+        assert (most >= t / 2).sum() > (plain >= t / 2).sum()
+
+
+def test_keep_of_a_shifted_epoch():
+    starts = np.array([0, 7, 8, 30, 55, 90])
+    batches = loader(101, 3, 7, starts=starts, shift=True)
+    for _ in range(4):
+        for batch in batches:
+            assert batch.keep.tolist() == (~np.isin(batch.inputs.numpy(), starts)).tolist()
+
+
+@pytest.mark.parametrize(("n", "b", "t"), [(101, 3, 7), (65, 7, 3), (90, 1, 8), (128, 1, 64)])
+def test_shifted_epochs_go_on_exactly_after_any_number_of_stops(n, b, t):
+    whole = list(itertools.islice(endless(loader(n, b, t, shift=True)), 60))
+    assert same(whole, list(itertools.islice(endless(loader(n, b, t, shift=True)), 60)))
+    widths = {batch.inputs.shape[1] for batch in whole[:: len(loader(n, b, t, shift=True))]}
+    assert len(widths) > 1
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        found, state = [], {"epoch": 0, "batch": 0}
+        while len(found) < 60:
+            batches = loader(n, b, t, shift=True)
+            batches.load_state_dict(state)
+            found += itertools.islice(endless(batches), int(min(rng.integers(1, 20), 60 - len(found))))
+            state = batches.state_dict()
+        assert same(found, whole)
+
+
+def test_a_shifted_window_is_not_the_whole_row():
+    with pytest.raises(ValueError, match="whole row"):
+        loader(101, 3, None, shift=True)
 
 
 def test_too_few_symbols_for_the_rows():

@@ -6,14 +6,19 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lmapp.data import encoded
-from lmapp.data.encoded import baselines, encode
+from lmapp.data import baselines as counting
+from lmapp.data import cache, draft, encoded
+from lmapp.data.baselines import baselines
+from lmapp.data.encoded import Alphabet, Cut, encode
+from lmapp.data.sources import resolve
+from lmapp.data.text import TextPolicy
 from lmapp.errors import LmappError, UsageError
 from lmapp.vocabulary import Vocabulary
 
@@ -28,9 +33,19 @@ def run(tmp_path):
     """Encode a text with the cache below tmp_path."""
 
     def run(text, **options):
-        return encode([write(tmp_path / "text.txt", text)], cache_dir=tmp_path / "cache", **options)
+        return encoded_files([write(tmp_path / "text.txt", text)], tmp_path / "cache", **options)
 
     return run
+
+
+def encoded_files(files, cache_dir, **options):
+    """`encode` with the options of cut, alphabet and policy given by name."""
+    parts = {"cut": Cut, "alphabet": Alphabet, "policy": TextPolicy}
+    for part, kind in parts.items():
+        given = {f.name: options.pop(f.name) for f in fields(kind) if f.name in options}
+        options[part] = kind(**given)
+    sources = resolve([str(path) for path in files], cache_dir=cache_dir)
+    return encode(sources, cache_dir=cache_dir, **options)
 
 
 def texts(corpus):
@@ -97,7 +112,8 @@ def test_blocks_of_any_size_give_the_same_files(run, tmp_path, monkeypatch):
     text = "".join(chr(97 + i % 26) + chr(0x4E00 + i * i % 700) for i in range(2000)) + "\u0391\u0392" * 50
     files = {}
     for block in (1, 7, 64, 1000, 1 << 20):
-        monkeypatch.setattr(encoded, "BLOCK", block)
+        monkeypatch.setattr(draft, "BLOCK", block)
+        monkeypatch.setattr(counting, "BLOCK", block)
         monkeypatch.setattr(encoded, "FORMAT", f"blocks of {block}")
         corpus = run(text, test_fraction=0.1)
         assert "".join(texts(corpus)) == text
@@ -153,7 +169,7 @@ def test_a_byte_order_mark_is_counted(run):
 
 def test_several_files_and_an_encoding(tmp_path):
     files = [write(tmp_path / "a.txt", "é1".encode("latin-1")), write(tmp_path / "b.txt", "é2".encode("latin-1"))]
-    corpus = encode(files, cache_dir=tmp_path / "cache", encoding="latin-1", separator="|", val_fraction=0)
+    corpus = encoded_files(files, tmp_path / "cache", encoding="latin-1", separator="|", val_fraction=0)
     assert texts(corpus)[0] == "é1|é2"
     assert corpus.facts["files"] == 2
     assert corpus.facts["bytes"] == 7
@@ -162,7 +178,7 @@ def test_several_files_and_an_encoding(tmp_path):
 def test_progress_ends_at_the_whole(tmp_path):
     path = write(tmp_path / "a.txt", b"ab\n" * 2_000_000)
     calls = []
-    encode([path], cache_dir=tmp_path / "cache", progress=lambda *call: calls.append(call))
+    encoded_files([path], tmp_path / "cache", progress=lambda *call: calls.append(call))
     assert len(calls) > 3
     assert calls == sorted(calls)
     assert calls[-1] == (6_000_000, 6_000_000)
@@ -171,7 +187,7 @@ def test_progress_ends_at_the_whole(tmp_path):
 def test_a_text_that_changes_meanwhile(tmp_path):
     path = write(tmp_path / "a.txt", "ab" * 100)
     with pytest.raises(LmappError, match="changed while it was being read"):
-        encode([path], cache_dir=tmp_path / "cache", progress=lambda *_: write(path, "cd"))
+        encoded_files([path], tmp_path / "cache", progress=lambda *_: write(path, "cd"))
     assert list((tmp_path / "cache" / "encoded").iterdir()) == []
 
 
@@ -211,14 +227,14 @@ def test_byte_fallback_by_option(run):
 
 def test_a_given_vocabulary_is_used(run, tmp_path):
     vocabulary = Vocabulary("abcdefg", byte_fallback=True)
-    corpus = run("abxy" * 30, vocabulary=vocabulary, val_fraction=0)
+    corpus = run("abxy" * 30, given=vocabulary, val_fraction=0)
     assert corpus.vocabulary == vocabulary
     assert texts(corpus)[0] == "abxy" * 30
     assert corpus.facts["unseen"] == "xy"
     assert corpus.facts["unseen_train"] == 60
     with pytest.raises(LmappError, match=r"'x' .*not in the vocabulary(.|\n)*text.txt, character 2"):
-        run("abxy" * 30, vocabulary=Vocabulary("ab"), val_fraction=0)
-    same = run("abxy" * 30, vocabulary=Vocabulary("abxy"), val_fraction=0)
+        run("abxy" * 30, given=Vocabulary("ab"), val_fraction=0)
+    same = run("abxy" * 30, given=Vocabulary("abxy"), val_fraction=0)
     assert same.vocabulary == Vocabulary("abxy")
     assert same.directory != corpus.directory
     assert leftovers(tmp_path) == []
@@ -226,7 +242,114 @@ def test_a_given_vocabulary_is_used(run, tmp_path):
 
 def test_a_lone_surrogate_is_named(run):
     with pytest.raises(LmappError, match=r"text.txt, character 2 is a lone surrogate"):
-        run(b"ab\\ud800b", encoding="unicode_escape")
+        run(b"ab+2AA-b", encoding="utf-7")
+
+
+def test_rare_characters_become_bytes_and_are_counted(run):
+    text = "abc" * 30 + "漢漢é" + "ab漢é!" * 2
+    corpus = run(text, val_fraction=0.1, min_count=3)
+    assert texts(corpus) == (text[:-10], text[-10:], "")
+    assert corpus.vocabulary == Vocabulary("abc", byte_fallback=True)
+    assert (corpus.facts["rare"], corpus.facts["unseen"]) == ("é漢", "!")
+    assert [corpus.facts[f"rare_{split}"] for split in ("train", "validation", "test")] == [3, 4, 0]
+    assert [corpus.facts[f"unseen_{split}"] for split in ("train", "validation", "test")] == [0, 2, 0]
+    assert corpus.facts["train_symbols"] == len(corpus.train) == 93 + 2 + 2 + 1
+    assert corpus.facts["train_characters"] == 93
+    assert run(text, min_count=2).vocabulary.characters == "abc漢"
+    assert not run("abab" * 9, min_count=2).vocabulary.byte_fallback
+    nothing = run("ab" * 9 + "é", min_count=100, val_fraction=0)  # bytes alone write every text
+    assert nothing.vocabulary == Vocabulary("", byte_fallback=True)
+    assert texts(nothing)[0] == "ab" * 9 + "é"
+    with pytest.raises(LmappError, match=r"'é' .* occurs 1 time in the training split: --data.min-count"):
+        run("ab" * 40 + "é" + "ab" * 20, min_count=2, byte_fallback=False)
+
+
+# --- bytes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [1, 7, 1 << 20])
+def test_bytes_are_their_own_ids(run, monkeypatch, block):
+    monkeypatch.setattr(draft, "BLOCK", block)
+    content = "\ufeff".encode() + bytes(range(256)) + "é漢\r\nab".encode() * 60
+    corpus = run(content, as_bytes=True, val_fraction=0.2)
+    parts = [part.astype(np.uint8).tobytes() for part in (corpus.train, corpus.validation, corpus.test)]
+    assert b"".join(parts) == content
+    assert parts[1][0] & 0xC0 != 0x80  # no character is cut
+    assert corpus.train.dtype == np.uint8
+    assert corpus.vocabulary == Vocabulary("", byte_fallback=True)
+    assert corpus.facts["bytes"] == len(content)
+    assert corpus.facts["characters"] == sum(byte & 0xC0 != 0x80 for byte in content)
+    assert corpus.facts["alphabet"] == len(set(parts[0]))
+    assert corpus.facts["boms_removed"] == corpus.facts["unseen_validation"] == 0
+    assert corpus.facts["validation_characters"] == sum(byte & 0xC0 != 0x80 for byte in parts[1])
+
+
+def test_bytes_of_no_character(run):
+    with pytest.raises(LmappError, match=r"text.txt holds no character"):
+        run(b"\x80" * 100, as_bytes=True)
+    assert run(b"a" * 50 + b"\x80" * 50, as_bytes=True, val_fraction=0.5).facts["validation_characters"] == 0
+
+
+# --- records -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [1, 5, 1 << 20])
+@pytest.mark.parametrize("min_count", [1, 3])
+def test_record_starts_are_symbols(tmp_path, monkeypatch, block, min_count):
+    monkeypatch.setattr(draft, "BLOCK", block)
+    rows = ["eins", "", "zwölf ✓", "漢字", "x", "drei " * 9, "ende✓"]
+    path = write(tmp_path / "rows.jsonl", "".join(json.dumps({"text": row}) + "\n" for row in rows))
+    corpus = encoded_files([path], tmp_path / "cache", separator="|", val_fraction=0.3, min_count=min_count)
+    decode, whole = corpus.vocabulary.decode, ""
+    for split in encoded.SPLITS:
+        ids, starts = getattr(corpus, split), corpus.starts[split]
+        assert corpus.facts[f"{split}_records"] == len(starts)
+        assert not starts.flags.writeable
+        for start in starts:
+            rest = decode(ids[start:])
+            assert any(rest.startswith(row) or row.startswith(rest) for row in rows if row)
+            assert start == 0 or decode(ids[start - 1 : start]) == "|"
+        whole += decode(ids)
+    assert whole == "|".join(rows)
+    assert sum(len(starts) for starts in corpus.starts.values()) == sum(map(bool, rows))
+    assert corpus.facts["records"] == len(rows)
+    assert corpus.facts["files"] == 1
+
+
+def test_splits_at_records_and_files(tmp_path):
+    files = [write(tmp_path / f"{name}.txt", name * 10) for name in "abcd"]
+
+    def parts(**options):
+        return texts(encoded_files(files, tmp_path / "cache", separator="|", **options))
+
+    assert parts(val_fraction=0.3, at="file") == ("a" * 10 + "|" + "b" * 10 + "|" + "c" * 10 + "|", "d" * 10, "")
+    assert parts(val_fraction=0.1, at="file")[1] == "d" * 10  # there is no later start
+    assert parts(val_fraction=0.25, test_fraction=0.25, at="file")[1:] == ("c" * 10 + "|", "d" * 10)
+    assert parts(val_fraction=0.3, at="record") == parts(val_fraction=0.3, at="file")
+    assert parts(val_fraction=0, at="file")[1] == ""
+    with pytest.raises(UsageError, match=r"--data.split-at file: the text has too few files"):
+        encoded_files(files[:1], tmp_path / "cache", val_fraction=0.5, at="file")
+    with pytest.raises(UsageError, match="too few files"):
+        encoded_files(files[:2], tmp_path / "cache", val_fraction=0.2, test_fraction=0.2, at="file")
+
+
+def test_separate_validation_and_test_data(tmp_path):
+    a, b, c = (
+        write(tmp_path / f"{name}.txt", text) for name, text in zip("abc", ("ab" * 50, "éa" * 3, "b"), strict=True)
+    )
+    where = tmp_path / "cache"
+    given = [resolve([str(path)], cache_dir=where) for path in (a, b, a)]
+    corpus = encode(given[0], cache_dir=where, validation=given[1], test=given[2], cut=Cut(val_fraction=0))
+    assert texts(corpus) == ("ab" * 50, "éa" * 3, "ab" * 50)
+    assert corpus.vocabulary == Vocabulary("ab", byte_fallback=True)
+    assert [corpus.starts[split].tolist() for split in encoded.SPLITS] == [[0], [0], [0]]
+    alone = encode(given[0], cache_dir=where)
+    assert corpus.fingerprint != alone.fingerprint
+    assert corpus.facts["text_fingerprint"] == alone.facts["text_fingerprint"] == alone.fingerprint
+    cut = encode(given[0], cache_dir=where, validation=given[1], cut=Cut(val_fraction=0, test_fraction=0.1))
+    assert [len(part) for part in texts(cut)] == [90, 6, 10]
+    with pytest.raises(LmappError, match=r"c.txt is a single character"):
+        encode(given[0], cache_dir=where, validation=resolve([str(c)], cache_dir=where))
 
 
 # --- baselines -----------------------------------------------------------------------------------------------------
@@ -245,8 +368,8 @@ def naive_baselines(train, scored, starts):
 @pytest.mark.parametrize("dense_pairs", [0, 1 << 20])
 @pytest.mark.parametrize("block", [1, 5, 1 << 20])
 def test_baselines_equal_a_naive_twin(monkeypatch, dense_pairs, block):
-    monkeypatch.setattr(encoded, "_DENSE_PAIRS", dense_pairs)
-    monkeypatch.setattr(encoded, "BLOCK", block)
+    monkeypatch.setattr(counting, "_DENSE_PAIRS", dense_pairs)
+    monkeypatch.setattr(counting, "BLOCK", block)
     random = np.random.default_rng(0)
     for size, n, m in [(1, 2, 2), (2, 1, 2), (5, 200, 50), (90, 40, 30), (300, 100, 300)]:
         train, scored = random.integers(0, size, n), random.integers(0, size, m)
@@ -298,9 +421,9 @@ def test_every_option_has_its_own_files(run):
         {"byte_fallback": True},
         {"byte_fallback": False},
         {"encoding": "latin-1"},
-        {"vocabulary": Vocabulary("abc")},
-        {"vocabulary": Vocabulary("abc", byte_fallback=True)},
-        {"vocabulary": Vocabulary("abcd")},
+        {"given": Vocabulary("abc")},
+        {"given": Vocabulary("abc", byte_fallback=True)},
+        {"given": Vocabulary("abcd")},
     ]
     assert len({run("abc" * 100, **option).directory for option in options}) == len(options)
     assert run("abc" * 100, separator="|").directory == run("abc" * 100).directory  # no second record, same text
@@ -308,7 +431,7 @@ def test_every_option_has_its_own_files(run):
 
 def test_a_corpus_that_moved_is_the_same_corpus(tmp_path):
     one, two = write(tmp_path / "one.txt", "abc" * 9), write(tmp_path / "two.md", "abc" * 9)
-    first, second = (encode([path], cache_dir=tmp_path / "cache") for path in (one, two))
+    first, second = (encoded_files([path], tmp_path / "cache") for path in (one, two))
     assert first.directory == second.directory
 
 
@@ -340,7 +463,7 @@ def test_a_full_disk_leaves_nothing(run, tmp_path, monkeypatch, code):
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patched:
-        patched.setattr(encoded.os, "fsync", full)
+        patched.setattr(cache.os, "fsync", full)
         with pytest.raises(
             LmappError, match=r"cannot be kept in .*--data\.cache-dir|(.|\n)*--data\.cache-dir"
         ) as caught:
@@ -353,7 +476,7 @@ def test_a_full_disk_leaves_nothing(run, tmp_path, monkeypatch, code):
 def test_a_cache_that_cannot_be_made(tmp_path):
     path = write(tmp_path / "text.txt", "abc" * 9)
     with pytest.raises(LmappError, match=r"--data.cache-dir"):
-        encode([path], cache_dir=path)
+        encoded_files([path], path)
 
 
 def test_a_read_only_cache_is_enough_once_it_is_filled(run, monkeypatch):
@@ -365,12 +488,13 @@ def test_a_read_only_cache_is_enough_once_it_is_filled(run, monkeypatch):
 CHILD = """
 import sys, time
 from pathlib import Path
-from lmapp.data import encoded
-encoded.BLOCK = 1000
+from lmapp.data import draft, encoded, sources
+draft.BLOCK = 1000
 def progress(done, total):
     print(done, flush=True)
     time.sleep(float(sys.argv[3]))
-corpus = encoded.encode([Path(sys.argv[1])], cache_dir=Path(sys.argv[2]), progress=progress)
+cache = Path(sys.argv[2])
+corpus = encoded.encode(sources.resolve([sys.argv[1]], cache_dir=cache), cache_dir=cache, progress=progress)
 decode = corpus.vocabulary.decode
 assert decode(corpus.train) + decode(corpus.validation) == Path(sys.argv[1]).read_text()
 print("done", corpus.directory)
@@ -393,7 +517,7 @@ def test_a_killed_process_leaves_nothing_wrong(tmp_path, real_text):
     elsewhere = tmp_path / "cache" / "encoded" / f"another.host.example.{process.pid}.00000000.tmp"
     alive.mkdir()
     elsewhere.mkdir()
-    corpus = encode([path], cache_dir=tmp_path / "cache")
+    corpus = encoded_files([path], tmp_path / "cache")
     assert "".join(texts(corpus)) == real_text[:50_000]
     assert leftovers(tmp_path) == sorted([alive.name, elsewhere.name])
 
@@ -413,10 +537,12 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     path = write(tmp_path / "big.txt", "all work and no play €\n".encode() * 2_000_000)  # 50 MB
     code = (
         "import sys, re\nfrom pathlib import Path\nfrom lmapp.data.encoded import encode\n"
+        "from lmapp.data.sources import resolve\n"
         "held = lambda: int(re.search(r'RssAnon:\\s*(\\d+)', Path('/proc/self/status').read_text())[1]) // 1024\n"
         "before, peak = held(), 0\n"
         "def progress(*_):\n    global peak\n    peak = max(peak, held())\n"
-        "encode([Path(sys.argv[1])], cache_dir=Path(sys.argv[2]), progress=progress)\n"
+        "cache = Path(sys.argv[2])\n"
+        "encode(resolve([sys.argv[1]], cache_dir=cache), cache_dir=cache, progress=progress)\n"
         "print(max(peak, held()) - before)"
     )
     command = [sys.executable, "-c", code, str(path), str(tmp_path / "cache")]

@@ -1,17 +1,18 @@
-import bz2
-import gzip
 import json
-import lzma
 import os
-import socket
 import subprocess
 import sys
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
 
-from lmapp.data.sources import Reading, fingerprint, resolve, stream
+from lmapp.data import packing
+from lmapp.data.sources import fingerprint, resolve, stem, stream
+from lmapp.data.text import Reading, TextPolicy
 from lmapp.errors import LmappError, UsageError
+
+CACHE = Path("cache")
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -20,14 +21,32 @@ def write(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def read(*files: Path, **options) -> str:
-    pieces = list(stream(files, **options))
+def sources(*paths):
+    return resolve([str(path) for path in paths], cache_dir=CACHE)
+
+
+def names(*paths) -> list[str]:
+    return [source.name for source in sources(*paths)]
+
+
+def read(*paths, separator=None, column="text", reading=None, **policy) -> str:
+    pieces = list(
+        stream(sources(*paths), policy=TextPolicy(**policy), separator=separator, column=column, reading=reading)
+    )
     assert all(pieces)
     return "".join(pieces)
 
 
+def mark(*paths, separator=None, column="text", **policy) -> str:
+    return fingerprint(sources(*paths), TextPolicy(**policy), separator, column)
+
+
 def rows(*texts) -> str:
     return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+def pipe(monkeypatch, content: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(content), encoding="ascii"))
 
 
 HOSTILE = [
@@ -49,32 +68,64 @@ def test_paths_and_globs_in_the_order_given(tmp_path):
     for name in ("b.txt", "a.txt", "sub/deep/c.txt", "sub/d.txt", "other.md"):
         write(tmp_path / name, name)
     (tmp_path / "directory.txt").mkdir()
-    names = lambda *items: [str(path.relative_to(tmp_path)) for path in resolve([f"{tmp_path}/{i}" for i in items])]  # noqa: E731
-    assert names("b.txt", "a.txt") == ["b.txt", "a.txt"]
-    assert names("*.txt") == ["a.txt", "b.txt"]
-    assert names("**/*.txt") == ["a.txt", "b.txt", "sub/d.txt", "sub/deep/c.txt"]
-    assert names("other.md", "sub/*.txt", "?.txt") == ["other.md", "sub/d.txt", "a.txt", "b.txt"]
+    found = lambda *items: [os.path.relpath(name, tmp_path) for name in names(*(f"{tmp_path}/{i}" for i in items))]  # noqa: E731
+    assert found("b.txt", "a.txt") == ["b.txt", "a.txt"]
+    assert found("*.txt") == ["a.txt", "b.txt"]
+    assert found("**/*.txt") == ["a.txt", "b.txt", "sub/d.txt", "sub/deep/c.txt"]
+    assert found("other.md", "sub/*.txt", "?.txt") == ["other.md", "sub/d.txt", "a.txt", "b.txt"]
+    assert found("other.md", "") == ["other.md", "a.txt", "b.txt", "sub/d.txt", "sub/deep/c.txt"]
+    assert found("sub/d.txt", "sub", "sub/d.txt") == ["sub/d.txt", "sub/deep/c.txt", "sub/d.txt"]
 
 
 def test_a_file_counts_as_often_as_it_is_named_but_once_for_all_globs(tmp_path):
     a, b = write(tmp_path / "a.txt", "a"), write(tmp_path / "b.txt", "b")
-    assert resolve([str(a), str(a)]) == [a, a]
-    assert resolve([f"{tmp_path}/*.txt", f"{tmp_path}/**/*.txt"]) == [a, b]
-    assert resolve([str(b), f"{tmp_path}/*.txt"]) == [b, a]
-    assert resolve([f"{tmp_path}/*.txt", str(b)]) == [a, b, b]
+    assert names(a, a) == [str(a), str(a)]
+    assert names(f"{tmp_path}/*.txt", f"{tmp_path}/**/*.txt", tmp_path) == [str(a), str(b)]
+    assert names(b, f"{tmp_path}/*.txt") == [str(b), str(a)]
+    assert names(f"{tmp_path}/*.txt", b) == [str(a), str(b), str(b)]
 
 
 def test_a_name_with_glob_characters_is_a_name_first(tmp_path):
     odd = write(tmp_path / "a[1]*.txt", "x")
     write(tmp_path / "a1.txt", "y")
-    assert resolve([str(odd)]) == [odd]
+    assert names(odd) == [str(odd)]
     assert read(odd) == "x"
 
 
 def test_home_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     path = write(tmp_path / "x.txt", "x")
-    assert resolve(["~/x.txt"]) == resolve(["~/*.txt"]) == [path]
+    assert names("~/x.txt") == names("~/*.txt") == names("~") == [str(path)]
+
+
+def test_a_directory_is_all_files_below_it_sorted_but_the_hidden(tmp_path):
+    for name in ("b/z", "b.txt", "a/y.txt", ".git/config", "b/.cache/x", ".DS_Store", "b/._z", "B"):
+        write(tmp_path / "d" / name, f"{name}\n")
+    (tmp_path / "d" / "up").symlink_to(tmp_path / "d", target_is_directory=True)
+    (tmp_path / "d" / "link.txt").symlink_to(write(tmp_path / "elsewhere.txt", "linked"))
+    (tmp_path / "link").symlink_to(tmp_path / "d", target_is_directory=True)
+    for name in ("d", "link"):
+        reading = Reading()
+        assert read(tmp_path / name, separator="", reading=reading) == "B\na/y.txt\nb.txt\nb/z\nlinked"
+        left_out = [".DS_Store", ".git", "b/._z", "b/.cache", "up"]
+        assert reading.left_out == [f"{tmp_path / name}/{path}" for path in left_out]
+        assert reading.left_out_count == 5
+
+
+def test_what_is_left_out_is_counted_though_not_all_named(tmp_path):
+    for number in range(25):
+        write(tmp_path / "d" / f".{number}", "x")
+    reading = Reading()
+    assert read(write(tmp_path / "d" / "a", "a"), tmp_path / "d", reading=reading) == "a"
+    assert (len(reading.left_out), reading.left_out_count) == (20, 25)
+
+
+def test_hidden_files_that_are_named_are_read(tmp_path):
+    write(tmp_path / ".a.txt", "a"), write(tmp_path / ".d" / "b.txt", "b"), write(tmp_path / "c.txt", "c")
+    reading = Reading()
+    assert read(tmp_path / ".a.txt", f"{tmp_path}/.d/*", f"{tmp_path}/.*.txt", separator="", reading=reading) == "ab"
+    assert read(tmp_path / ".d") == "b"
+    assert reading.left_out_count == 0
 
 
 @pytest.mark.parametrize(
@@ -82,237 +133,170 @@ def test_home_is_expanded(tmp_path, monkeypatch):
     [
         ("missing.txt", "missing.txt: no such file"),
         ("*.nothing", r"No file matches '.*\*\.nothing'"),
-        ("folder", r"folder is a directory.*\n.*folder/\*\*/\*\.txt"),
+        ("folder", "no file in the directory .*folder"),
+        ("secret", "no file that is not hidden in the directory .*secret"),
         ("folder/*", "No file matches"),
-        ("fifo", "not a regular file"),
+        ("fifo", "fifo is not a regular file"),
+        ("strange", "strange/fifo is not a regular file"),
+        ("broken", "broken/dangling: no such file"),
+        ("round", "round/loop: no such file"),
         ("dangling", "no such file"),
-        ("nul\0", "no such file"),
+        ("nul\0", r"nul\\x00: no such file"),
         ("n" * 300, "File name too long"),
-        ("packed.zip", r"archive.*\n.*Unpack"),
-        ("packed.tar.gz", "archive"),
-        ("packed.txt.zst", "archive"),
+        ("packed.7z", r"archive.*\n.*Unpack"),
+        ("packed.rar", "archive"),
+        ("zip://*::missing.zip", "missing.zip: no such file"),
+        ("zip://*::folder", "folder is a directory"),
     ],
 )
 def test_what_is_no_text_file_is_named(tmp_path, item, message):
-    (tmp_path / "folder" / "inner").mkdir(parents=True)
+    for name in ("folder/inner", "secret", "strange", "broken", "round"):
+        (tmp_path / name).mkdir(parents=True)
+    write(tmp_path / "secret" / ".hidden", "x")
     os.mkfifo(tmp_path / "fifo")
-    (tmp_path / "dangling").symlink_to("nowhere")
-    for name in ("packed.zip", "packed.tar.gz", "packed.txt.zst"):
-        write(tmp_path / name, "x")
+    os.mkfifo(tmp_path / "strange" / "fifo")
+    for link in ("dangling", "broken/dangling"):
+        (tmp_path / link).symlink_to("nowhere")
+    (tmp_path / "round" / "loop").symlink_to("loop")
+    write(tmp_path / "packed.7z", "x"), write(tmp_path / "packed.rar", "x")
+    prefix, _, path = item.rpartition("::")
     with pytest.raises(LmappError, match=message) as caught:
-        resolve([f"{tmp_path}/{item}"])
+        sources(f"{prefix}{'::' if prefix else ''}{tmp_path}/{path}")
     assert str(caught.value).count("\n") < 3
+
+
+def test_addresses_of_other_kinds_are_refused():
+    for item in ("s3://bucket/x.txt", "file:///x.txt", "ftp://host/x"):
+        with pytest.raises(LmappError, match=rf"{item}: addresses of this kind are not read\.\nDownload"):
+            sources(item)
 
 
 def test_no_path_at_all():
     with pytest.raises(UsageError, match=r"--data.path"):
-        resolve([])
+        sources()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
 def test_an_unreadable_file_is_named(tmp_path):
-    path = write(tmp_path / "secret.txt", "x")
+    path = write(tmp_path / "d" / "secret.txt", "x")
     path.chmod(0)
-    with pytest.raises(LmappError, match=r"secret.txt cannot be read: Permission denied"):
-        resolve([str(path)])
+    for name in (path, path.parent):
+        with pytest.raises(LmappError, match=r"secret.txt cannot be read: Permission denied"):
+            sources(name)
 
 
 def test_a_failing_disk_is_named(tmp_path, monkeypatch):
     path = write(tmp_path / "secret.txt", "x")
+    [source] = sources(path)
 
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "open", refuse)
-    for act in (lambda: resolve([str(path)]), lambda: read(path), lambda: fingerprint([path])):
+    acts = (
+        lambda: sources(path),
+        lambda: list(stream([source])),
+        lambda: fingerprint([source], TextPolicy(), None, "text"),
+    )
+    for act in acts:
         with pytest.raises(LmappError, match=r"secret.txt cannot be read: Permission denied"):
             act()
 
 
-# --- plain text ----------------------------------------------------------------------------------------------------
+def test_a_disk_that_fails_while_it_is_read_is_named(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.txt.gz", "x")
+    [source] = sources(path)
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(packing, "unpacked", lambda *_: type("File", (), {"read": fail}))
+    with pytest.raises(LmappError, match=r"a.txt.gz cannot be read: Input/output error"):
+        list(stream([source]))
 
 
-@pytest.mark.parametrize("text", HOSTILE)
-@pytest.mark.parametrize("block_bytes", [1, 2, 3, 4, 5, 6, 7, 1 << 20])
-def test_a_text_comes_back_as_it_is(tmp_path, text, block_bytes):
-    assert read(write(tmp_path / "a.txt", text), block_bytes=block_bytes) == text
+def test_an_unreadable_directory_is_named(tmp_path, monkeypatch):
+    write(tmp_path / "d" / "a.txt", "x")
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(LmappError, match=r"/d cannot be read: Permission denied"):
+        sources(tmp_path / "d")
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "UTF8", "utf-16", "utf-16-le", "utf-32", "latin-1", "gb18030", "utf-7"])
-@pytest.mark.parametrize("block_bytes", [1, 2, 3, 7, 1 << 20])
-def test_encodings_decode_the_same_in_any_blocks(tmp_path, encoding, block_bytes):
-    text = "a\r\né\x00ÿ" if encoding == "latin-1" else "a\r\né漢😀\x00ÿ\u2029"
-    assert read(write(tmp_path / "a.txt", text.encode(encoding)), encoding=encoding, block_bytes=block_bytes) == text
+def test_names_cannot_write_to_the_terminal(tmp_path):
+    odd = write(tmp_path / "a\x1b[31m\n\u202eé\udc80 漢.txt", b"\xff")
+    shown = r"a\x1b[31m\n\u202eé\udc80 漢.txt"
+    assert names(odd) == [f"{tmp_path}/{shown}"]
+    for item in (odd, f"{odd}missing", f"{odd}.7z", f"{tmp_path}/[\x1b]*", "s3://\x1b"):
+        with pytest.raises(LmappError) as caught:
+            read(item)
+        assert all(line.isprintable() for line in str(caught.value).split("\n"))
 
 
-@pytest.mark.parametrize("block_bytes", [1, 2, 3, 1 << 20])
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-16-be"])
-def test_one_byte_order_mark_at_a_files_start_goes_and_is_counted(tmp_path, encoding, block_bytes):
-    bom = write(tmp_path / "bom.txt", "\ufeff\ufeffa\r\n\ufeffb".encode(encoding))
-    plain = write(tmp_path / "plain.txt", "a\ufeff".encode(encoding))
-    reading = Reading()
-    options = {"encoding": encoding, "reading": reading, "block_bytes": block_bytes, "separator": ""}
-    assert read(bom, plain, bom, **options) == "\ufeffa\r\n\ufeffb" + "a\ufeff" + "\ufeffa\r\n\ufeffb"
-    assert reading.boms == 2
+# --- standard input ------------------------------------------------------------------------------------------------
 
 
-def test_a_file_of_only_a_byte_order_mark_is_empty(tmp_path):
-    assert read(write(tmp_path / "a.txt", b"\xef\xbb\xbf")) == ""
+def test_standard_input_is_read_as_often_as_needed(tmp_path, monkeypatch):
+    pipe(monkeypatch, "é\r\npiped".encode())
+    found = sources(write(tmp_path / "a", "a"), "-")
+    same = mark(tmp_path / "a", write(tmp_path / "b", "é\r\npiped"))
+    assert [fingerprint(found, TextPolicy(), None, "text") for _ in range(2)] == [same] * 2
+    assert ["".join(stream(found)) for _ in range(2)] == ["a\n\né\r\npiped"] * 2
+    assert found[1].size() == 9
+    assert found[1].stamp() is None
+    assert os.listdir(CACHE) == []
 
 
-@pytest.mark.parametrize("block_bytes", [1, 2, 3, 5, 1 << 20])
-@pytest.mark.parametrize(
-    ("content", "offset", "wrong"),
-    [
-        (b"caf\xe9 au lait", 3, "0xe9"),
-        ("漢字".encode() + b"\xff", 6, "0xff"),
-        (b"\x80", 0, "0x80"),
-        (b"ab\xed\xa0\x80", 2, "0xed"),
-        (b"x" * 20 + b"\xc3(", 20, "0xc3"),
-    ],
-)
-def test_an_undecodable_byte_is_named_with_its_place(tmp_path, content, offset, wrong, block_bytes):
-    path = write(tmp_path / "bad.txt", content)
-    with pytest.raises(LmappError, match=rf"bad.txt, byte {offset}: {wrong} is not utf-8") as caught:
-        read(path, block_bytes=block_bytes)
-    assert "--data.encoding latin-1" in str(caught.value)
-    assert str(caught.value).count("\n") < 3
+def test_standard_input_is_named_and_read_once(monkeypatch):
+    pipe(monkeypatch, b"\xff")
+    with pytest.raises(UsageError, match="once"):
+        sources("-", "-")
+    with pytest.raises(LmappError, match="standard input, byte 0: 0xff"):
+        read("-")
+    with pytest.raises(UsageError, match="read already"):
+        read("-")
 
 
-@pytest.mark.parametrize("block_bytes", [1, 2, 1 << 20])
-def test_a_file_cut_in_a_character_is_told_apart(tmp_path, block_bytes):
-    path = write(tmp_path / "cut.txt", b"abc" + "€".encode()[:2])
-    with pytest.raises(LmappError, match=r"cut.txt, byte 3: 0xe2 0x82 .*cut in the middle of a character"):
-        read(path, block_bytes=block_bytes)
+def test_a_terminal_or_nothing_as_standard_input_is_refused(monkeypatch):
+    pipe(monkeypatch, b"")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    with pytest.raises(UsageError, match=r"terminal\.\nPipe"):
+        sources("-")
+    for nothing in (None, StringIO("x")):
+        monkeypatch.setattr(sys, "stdin", nothing)
+        with pytest.raises(LmappError, match="no standard input"):
+            sources("-")
 
 
-@pytest.mark.parametrize(("encoding", "option"), [("utf-16", "utf-16"), ("utf-32", "utf-32")])
-def test_a_utf_16_mark_under_utf_8_is_recognised(tmp_path, encoding, option):
-    path = write(tmp_path / "a.srt", "subtitle".encode(encoding))
-    with pytest.raises(LmappError, match=f"byte 0: 0xff(.|\n)*--data.encoding {option}"):
-        read(path)
-    assert read(path, encoding=option) == "subtitle"
+def test_a_copy_that_finds_no_place_is_named(tmp_path, monkeypatch):
+    pipe(monkeypatch, b"x")
+    write(tmp_path / "cache", "a file")
+    with pytest.raises(
+        LmappError, match=r"standard input cannot be kept in cache .*: File exists(.|\n)*--data.cache-dir"
+    ):
+        read("-")
 
 
-def test_bytes_that_another_encoding_lacks(tmp_path):
-    path = write(tmp_path / "a.txt", b"ab\x81")
-    with pytest.raises(LmappError, match=r"byte 2: 0x81 is not cp1252(.|\n)*--data.encoding utf-8"):
-        read(path, encoding="cp1252")
-    with pytest.raises(LmappError, match=r"byte 2: 0x81 .*cut in the middle"):
-        read(path, encoding="gbk")
-
-
-def test_the_offset_counts_decompressed_bytes(tmp_path):
-    path = write(tmp_path / "a.txt.gz", gzip.compress(b"a" * 5000 + b"\xe9\n"))
-    with pytest.raises(LmappError, match=r"\(decompressed\), byte 5000: 0xe9"):
-        read(path)
-
-
-@pytest.mark.parametrize(
-    ("encoding", "hint"),
-    [("utf-9", "utf-?8|utf_8"), ("latn-1", "latin"), ("rot13", "."), ("", "utf-8"), ("x\0", "."), ("hex", ".")],
-)
-def test_an_unknown_encoding_is_refused_at_once(tmp_path, encoding, hint):
-    path = write(tmp_path / "a.txt", "x")
-    for act in (lambda: stream([path], encoding=encoding), lambda: fingerprint([path], encoding)):
-        with pytest.raises(UsageError, match=rf"--data.encoding(.|\n)*({hint})"):
-            act()
-
-
-# --- compressed ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)])
-class TestCompressed:
-    def test_text_keeps_its_newlines(self, tmp_path, suffix, pack):
-        text = "a\r\nb\rc\n" * 1000 + "€"
-        path = write(tmp_path / f"a.txt{suffix}", pack(text.encode()))
-        reading = Reading()
-        assert read(path, block_bytes=1000, reading=reading) == text
-        assert reading.bytes == path.stat().st_size
-
-    def test_upper_case_suffix(self, tmp_path, suffix, pack):
-        assert read(write(tmp_path / f"A.TXT{suffix.upper()}", pack(b"x"))) == "x"
-
-    def test_several_members(self, tmp_path, suffix, pack):
-        assert read(write(tmp_path / f"a{suffix}", pack(b"one\n") + pack(b"two\n"))) == "one\ntwo\n"
-
-    def test_json_lines(self, tmp_path, suffix, pack):
-        path = write(tmp_path / f"a.jsonl{suffix}", pack(rows("x\r\n", "y").encode()))
-        assert read(path, separator="|") == "x\r\n|y"
-
-    @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-    def test_damage_is_named(self, tmp_path, suffix, pack, name):
-        whole = pack(rows(*map(str, range(3000))).encode())
-        middle = len(whole) // 2
-        bad = {"cut": whole[:-9], "no": b"nonsense" * 9, "flipped": whole[:middle] + b"\0" * 40 + whole[middle + 40 :]}
-        for kind, content in bad.items():
-            path = write(tmp_path / kind / f"{name}{suffix}", content)
-            with pytest.raises(LmappError, match=rf"{kind}/{name}{suffix} .*"):
-                read(path)
-
-
-# --- JSON Lines ----------------------------------------------------------------------------------------------------
-
-
-def test_rows_come_back_as_they_are(tmp_path):
-    texts = [*HOSTILE, "2020-01-01", "2020-01-01T00:00:00Z", "12", "null", '{"a": 1}', "\ufefflead"]
-    path = write(tmp_path / "a.jsonl", rows(*texts))
-    assert read(path, separator="\x1e") == "\x1e".join(texts)
-    raw = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
-    assert read(write(tmp_path / "raw.jsonl", raw), separator="\x1e") == "\x1e".join(texts)
-
-
-def test_other_columns_blank_lines_marks_and_line_ends(tmp_path):
-    content = '\ufeff{"id": 1, "body": "x"}\r\n\n  \n{"body": "y", "more": [1, {}]}\r{"body": "z"}'
-    reading = Reading()
-    path = write(tmp_path / "a.ndjson", content)
-    assert read(path, column="body", separator=" ", reading=reading) == "x y z"
-    assert reading.boms == 1
-    assert reading.bytes == path.stat().st_size
-
-
-def test_json_lines_of_another_encoding_and_an_odd_name(tmp_path):
-    path = write(tmp_path / "a[1] *?#%20.jsonl", '{"text": "café"}\n'.encode("latin-1"))
-    assert read(path, encoding="latin-1") == "café"
-    with pytest.raises(LmappError, match=r"byte 13: 0xe9 is not utf-8"):
-        read(path)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"text": "b"', "line 3 is not JSON"),
-        ("plain words", "line 3 is not JSON"),
-        ('"b"', "line 3 is not a JSON object"),
-        ('[{"text": "b"}]', "line 3 is not a JSON object"),
-        ('{"body": "b", "id": 3}', r"line 3 has no column 'text'.\nIts columns are: body, id\."),
-        ('{"text": null}', "line 3: column 'text' is null"),
-        ('{"text": 5}', "line 3: column 'text' is a int"),
-        ('{"text": ["b"]}', "line 3: column 'text' is a list"),
-        ('{"text": "a\\ud800"}', "line 3: .*surrogate"),
-        ("[" * 100_000, "line 3 cannot be read as JSON"),
-        ('{"text": %s}' % ("9" * 5000), "line 3 cannot be read as JSON"),
-    ],
-    ids=range(11),
-)
-def test_a_bad_row_is_named(tmp_path, line, message):
-    path = write(tmp_path / "bad.jsonl", rows("a", "2020-01-01") + line + "\n" + rows("c"))
-    with pytest.raises(LmappError, match=f"bad.jsonl, {message}") as caught:
-        read(path)
-    assert str(caught.value).count("\n") < 3
-
-
-def test_json_lines_print_nothing_and_ask_no_network(tmp_path, monkeypatch, capfd):
-    asked = []
-    monkeypatch.setattr(socket.socket, "connect", lambda *args: asked.append(args))
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **_: asked.append(args))
-    read(write(tmp_path / "a.jsonl", rows(*map(str, range(1000)))))
-    assert capfd.readouterr() == ("", "")
-    assert asked == []
+def test_the_copy_of_standard_input_goes_with_a_killed_process(tmp_path):
+    code = (
+        "import os, pathlib, signal\nfrom lmapp.data.sources import resolve\n"
+        "[source] = resolve(['-'], cache_dir=pathlib.Path('cache'))\nassert source.size() == 4\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], input=b"text", capture_output=True, check=False)
+    assert result.returncode == -9, result.stderr
+    assert os.listdir("cache") == []
 
 
 # --- between records -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[1, 2, 3, 1 << 20])
+def _blocks(request, monkeypatch):
+    monkeypatch.setattr(packing, "BLOCK_BYTES", request.param)
 
 
 @pytest.mark.parametrize(
@@ -339,24 +323,36 @@ def test_json_lines_print_nothing_and_ask_no_network(tmp_path, monkeypatch, capf
         (["ab", "c", "d\n", "e"], "ab\n\nc\n\nd\n\ne"),
     ],
 )
-@pytest.mark.parametrize("block_bytes", [1, 2, 3, 1 << 20])
-def test_one_blank_line_stands_between_records(tmp_path, texts, joined, block_bytes):
+@pytest.mark.usefixtures("_blocks")
+def test_one_blank_line_stands_between_records(tmp_path, texts, joined):
     files = [write(tmp_path / f"{number}.txt", text) for number, text in enumerate(texts)]
-    assert read(*files, block_bytes=block_bytes) == joined
+    assert read(*files) == joined
     assert read(write(tmp_path / "rows.jsonl", rows(*texts))) == joined
 
 
 @pytest.mark.parametrize("separator", ["", "\n", "<|end|>", "\x00"])
-@pytest.mark.parametrize("block_bytes", [1, 1 << 20])
-def test_a_given_separator_is_put_exactly(tmp_path, separator, block_bytes):
+@pytest.mark.usefixtures("_blocks")
+def test_a_given_separator_is_put_exactly(tmp_path, separator):
     files = [write(tmp_path / f"{number}.txt", text) for number, text in enumerate(HOSTILE)]
-    assert read(*files, separator=separator, block_bytes=block_bytes) == separator.join(HOSTILE)
+    assert read(*files, separator=separator) == separator.join(HOSTILE)
     assert read(write(tmp_path / "rows.jsonl", rows(*HOSTILE)), separator=separator) == separator.join(HOSTILE)
 
 
 def test_text_and_rows_mix(tmp_path):
     files = [write(tmp_path / "a.txt", "a\n"), write(tmp_path / "b.jsonl", rows("b", "c")), write(tmp_path / "d", "d")]
     assert read(*files) == "a\n\nb\n\nc\n\nd"
+
+
+def test_records_are_shaped_by_the_policy(tmp_path):
+    files = [
+        write(tmp_path / "a", "A\r\n"),
+        write(tmp_path / "b.jsonl", rows("B\r", "e\u0301")),
+        write(tmp_path / "c", "C"),
+    ]
+    shaped = {"newlines": "lf", "normalization": "nfc", "lowercase": True}
+    assert read(*files, separator="|", **shaped) == "a\n|b\n|é|c"
+    assert read(*files, separator="|", as_bytes=True) == "A\r\n|B\r|e\xcc\x81|C"
+    assert read(*files, separator=None, **shaped) == "a\n\nb\n\né\n\nc"
 
 
 def test_reading_says_where_a_character_stands(tmp_path):
@@ -371,6 +367,31 @@ def test_reading_says_where_a_character_stands(tmp_path):
     assert reading.bytes == sum(path.stat().st_size for path in (a, b, c))
 
 
+def test_reading_knows_every_record_that_has_text(tmp_path):
+    a, b, c, d = (
+        write(tmp_path / name, text)
+        for name, text in [("a", "ab"), ("b.jsonl", rows("", "c", "", "de")), ("c", ""), ("d", "f")]
+    )
+    reading = Reading()
+    assert read(a, b, c, d, separator="|", reading=reading) == "ab||c||de||f"
+    assert list(reading.record_starts) == [0, 4, 7, 11]
+    assert reading.starts == [(str(a), 0), (str(b), 4), (str(d), 11)]
+    assert reading.records == 7
+    read(a, reading=reading)
+    assert list(reading.record_starts) == [0, 4, 7, 11, 12]
+    assert reading.starts[-1] == (str(a), 12)
+
+
+def test_an_unknown_encoding_is_refused_at_once(tmp_path):
+    path = write(tmp_path / "a.txt", "x")
+    for act in (
+        lambda: stream(sources(path), policy=TextPolicy(encoding="utf-9")),
+        lambda: mark(path, encoding="utf-9"),
+    ):
+        with pytest.raises(UsageError, match=r"--data.encoding(.|\n)*utf"):
+            act()
+
+
 # --- fingerprint ---------------------------------------------------------------------------------------------------
 
 
@@ -378,49 +399,93 @@ def test_the_fingerprint_is_of_contents_and_text_options(tmp_path):
     a, b = write(tmp_path / "a.txt", "one"), write(tmp_path / "b.txt", "two")
     moved = write(tmp_path / "elsewhere" / "c.md", "one")
     line = write(tmp_path / "r.jsonl", rows("one"))
-    base = fingerprint([a, b])
+    base = mark(a, b)
     assert len(base) == 64
-    assert fingerprint([moved, b]) == base
-    assert fingerprint([a, b], "UTF8") == base
-    assert fingerprint([a, b], column="body") == base  # changes nothing where there are no rows
-    assert fingerprint([a], separator="|") == fingerprint([a])  # nor here, with a single record
+    assert mark(moved, b) == base
+    assert mark(a, b, encoding="UTF8") == base
+    assert mark(a, b, column="body") == base  # changes nothing where there are no rows
+    assert mark(a, separator="|") == mark(a)  # nor here, with a single record
     different = [
         base,
-        fingerprint([b, a]),
-        fingerprint([a]),
-        fingerprint([a, b, b]),
-        fingerprint([a, b], "latin-1"),
-        fingerprint([a, b], separator=""),
-        fingerprint([a, b], separator="|"),
-        fingerprint([write(tmp_path / "d.txt", "on"), write(tmp_path / "e.txt", "etwo")]),
-        fingerprint([line]),
-        fingerprint([line], column="body"),
-        fingerprint([line], separator="|"),
-        fingerprint([write(tmp_path / "r.txt", rows("one"))]),
-        fingerprint([write(tmp_path / "r.txt.gz", rows("one"))]),
+        mark(b, a),
+        mark(a),
+        mark(a, b, b),
+        mark(a, b, encoding="latin-1"),
+        mark(a, b, errors="skip"),
+        mark(a, b, newlines="lf"),
+        mark(a, b, lowercase=True),
+        mark(a, b, as_bytes=True),
+        mark(a, b, separator=""),
+        mark(a, b, separator="|"),
+        mark(write(tmp_path / "d.txt", "on"), write(tmp_path / "e.txt", "etwo")),
+        mark(line),
+        mark(line, column="body"),
+        mark(line, separator="|"),
+        mark(write(tmp_path / "r.txt", rows("one"))),
+        mark(write(tmp_path / "r.txt.gz", rows("one"))),
+        mark(write(tmp_path / "r.csv", rows("one"))),
+        mark(write(tmp_path / "r.tsv", rows("one"))),
+        mark(write(tmp_path / "r.zip", rows("one"))),
+        mark(f"zip://*.txt::{tmp_path}/r.zip"),
+        mark(f"zip://*::{tmp_path}/r.zip"),
     ]
     assert len(set(different)) == len(different)
 
 
-def test_the_fingerprint_of_a_missing_file(tmp_path):
-    with pytest.raises(LmappError, match=r"gone.txt cannot be read: No such file"):
-        fingerprint([tmp_path / "gone.txt"])
-    with pytest.raises(LmappError, match=r"gone.txt cannot be read: No such file"):
-        read(tmp_path / "gone.txt")
+def test_the_stamp_changes_with_the_file(tmp_path):
+    [source] = sources(write(tmp_path / "a.txt", "one"))
+    before = source.stamp()
+    assert source.stamp() == before
+    os.utime(tmp_path / "a.txt", ns=(0, 0))
+    assert source.stamp() != before
+    assert source.size() == 3
+
+
+def test_a_file_that_is_gone(tmp_path):
+    found = sources(write(tmp_path / "gone.txt", "x"))
+    (tmp_path / "gone.txt").unlink()
+    acts = (
+        lambda: fingerprint(found, TextPolicy(), None, "text"),
+        lambda: list(stream(found)),
+        lambda: found[0].stamp(),
+        lambda: found[0].size(),
+    )
+    for act in acts:
+        with pytest.raises(LmappError, match=r"gone.txt cannot be read: No such file"):
+            act()
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("data/pride.txt", "pride"),
+        ("pride.txt.gz", "pride"),
+        ("books.tar.gz", "books"),
+        ("a.b.jsonl.zst", "a.b"),
+        ("books/", "books"),
+        ("books/*.txt", ""),
+        ("zip://*.txt::/data/books.zip", "books"),
+        ("https://me:word@host/a/pride.txt.gz?version=1.2#top", "pride"),
+        ("tar://**::http://host/books.tgz", "books"),
+    ],
+)
+def test_what_a_text_is_called(path, name):
+    assert stem(path) == name
+
+
+def test_no_sources_have_no_text():
+    assert list(stream([])) == []
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
     path = write(tmp_path / "big.txt", b"all work and no play\n" * 3_000_000)  # 63 MB
     code = (
-        "import sys, resource\nfrom pathlib import Path\nfrom lmapp.data.sources import stream\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "before = peak()\nprint(sum(map(len, stream([Path(sys.argv[1])]))), (peak() - before) // 1024)"
+        "import sys, resource\nfrom pathlib import Path\nfrom lmapp.data.sources import resolve, stream\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\nbefore = peak()\n"
+        "sources = resolve(sys.argv[1:], cache_dir=Path('cache'))\n"
+        "print(sum(map(len, stream(sources))), (peak() - before) // 1024)"
     )
     result = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
     characters, megabytes = map(int, result.stdout.split())
     assert characters == 63_000_000
     assert megabytes < 20
-
-
-def test_no_files_have_no_text():
-    assert list(stream([])) == []

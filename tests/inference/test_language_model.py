@@ -305,7 +305,7 @@ def test_an_evaluation_reads_in_as_many_rows_as_the_run_did(plain: Path, monkeyp
 
     monkeypatch.setattr(language_model, "evaluate", watch)
     lmapp.load(plain).evaluate()
-    assert asked == [{"batch_size": 4}]
+    assert asked == [{"batch_size": 4, "starts": None}]
 
 
 def test_a_run_in_bf16_scores_within_a_hundredth_of_what_it_logged(tmp_path: Path, ascii_text: str) -> None:

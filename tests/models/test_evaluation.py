@@ -1,5 +1,6 @@
 """The figures' arithmetic: every target once, whatever the batch."""
 
+import itertools
 import math
 import tracemalloc
 
@@ -9,7 +10,7 @@ import torch
 
 from lmapp.cells.protocol import HiddenState
 from lmapp.errors import LmappError
-from lmapp.models import InfillModel, RecurrentModel, evaluation
+from lmapp.models import InfillModel, RecurrentModel, WindowModel, evaluation
 from lmapp.models.evaluation import Score, evaluate, evaluate_cold, evaluate_infill
 
 V = 50
@@ -113,6 +114,91 @@ def test_one_row_is_the_plain_mean():
     score = evaluate(model, ids, np.ones(12, dtype=bool), np.ones(12, dtype=int), batch_size=1, chunk=64)
     assert score.loss == pytest.approx(expected, rel=1e-12)
     assert model.training
+
+
+MODELS = {
+    "mixed": lambda: RecurrentModel(V, cell=["gru", "lstm", "mingru"], hidden_size=6),
+    "dense": lambda: RecurrentModel(V, cell=["vanilla", "gru"], hidden_size=6, embedding_size=4, connections="dense"),
+    "zoneout": lambda: RecurrentModel(V, cell="lstm", hidden_size=6, zoneout=0.2),
+    "window": lambda: WindowModel(V, window=4, hidden_size=6),
+}
+
+
+def large(kind):
+    """A model in float64 whose states matter."""
+    torch.manual_seed(0)
+    model = MODELS[kind]().double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.6)
+    return model
+
+
+def naive(model, ids, starts, breaks=()):
+    """The sum of all losses, one symbol at a time, from the initial state again at every start."""
+    model.eval()
+    total, state = 0.0, model.initial_state(1)
+    for place in range(len(ids) - 1):
+        if place in starts or place in breaks:
+            state = model.initial_state(1)
+        with torch.no_grad():
+            logits, state = model(torch.tensor([[int(ids[place])]]), state)
+        total -= logits[0, 0].log_softmax(0)[int(ids[place + 1])].item()
+    model.train()
+    return total
+
+
+@pytest.fixture(scope="module")
+def records(real_text):
+    """600 ids, and the starts of records of 1 to 30 of them."""
+    ids = np.array([ord(c) % V for c in real_text[:600]], dtype=np.uint8)
+    lengths = np.random.default_rng(1).integers(1, 31, 60)
+    starts = np.concatenate([[0, 1], 1 + np.cumsum(lengths)])
+    return ids, starts[starts < 600]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_records_are_scored_from_the_initial_state_whatever_batch_and_chunk(kind, records):
+    ids, starts = records
+    model = large(kind)
+    expected = naive(model, ids, set(starts.tolist()))
+    assert naive(model, ids, {0}) != pytest.approx(expected, rel=1e-4)
+    for batch_size, warm_up, chunk in itertools.product((1, 2, 7, 16), (30, 37), (256, 64, 7, 1)):
+        options = {"batch_size": batch_size, "warm_up": warm_up, "chunk": chunk}
+        if chunk == 1 and batch_size < 7:
+            continue
+        score = evaluate(model, ids, STARTS, SIZES, **options, starts=starts)
+        assert score.loss_sum == pytest.approx(expected, rel=1e-9), options
+        assert score.characters == 599
+    assert model.training
+
+
+def test_without_warm_up_rows_begin_cold_and_records_too(records):
+    ids, starts = records
+    model = large("mixed")
+    expected = naive(model, ids, set(starts.tolist()), breaks={200, 400})
+    score = evaluate(model, ids, STARTS, SIZES, batch_size=3, warm_up=0, starts=starts)
+    assert score.loss_sum == pytest.approx(expected, rel=1e-9)
+    assert naive(model, ids, set(starts.tolist())) != pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_cold_windows_start_records_from_the_initial_state(kind, batch_size, records):
+    ids, starts = records
+    model = large(kind)
+    expected = naive(model, ids, set(starts.tolist()), breaks=range(0, 600, 64))
+    score = evaluate_cold(model, ids, STARTS, SIZES, window=64, batch_size=batch_size, starts=starts)
+    assert score.loss_sum == pytest.approx(expected, rel=1e-9)
+    assert evaluate_cold(model, ids, STARTS, SIZES, window=64).loss_sum != pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("function", [evaluate, evaluate_cold])
+@pytest.mark.parametrize("starts", [None, [], [0], [0, 599]])
+def test_a_text_that_is_one_record_is_read_without_masks(function, starts, records):
+    """Remembering takes none."""
+    starts = None if starts is None else np.array(starts, dtype=np.int64)
+    ids, _ = records
+    assert function(Remembering(), ids, STARTS, SIZES, batch_size=2, starts=starts).characters == 599
 
 
 @pytest.mark.parametrize("count", [2, 256, 257, 258, 513, 5000])

@@ -361,8 +361,8 @@ def test_a_measurement_that_does_not_fit_is_refused(
     asked: list[memory.Need] = []
     estimate = memory.needed
 
-    def watched(*arguments: Any) -> memory.Need:
-        asked.append(estimate(*arguments))
+    def watched(*arguments: Any, **options: Any) -> memory.Need:
+        asked.append(estimate(*arguments, **options))
         return asked[-1]
 
     monkeypatch.setattr(memory, "needed", watched)

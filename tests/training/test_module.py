@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from lmapp.models.recurrent import RecurrentModel
 from lmapp.training import module as training_module
 from lmapp.training import truncation
 from lmapp.training.module import LanguageModule
+from lmapp.training.validation import Validation
+from lmapp.vocabulary import Vocabulary
 
 ROWS, WIDTH = 4, 16
 TIMED = ("seconds", "train/seconds", "train/chars_per_second")
@@ -268,6 +271,28 @@ def test_measuring_validating_and_sampling_change_no_weight(tmp_path: Path, real
     assert torch.equal(*random)
 
 
+# Records --------------------------------------------------------------------------------------------------------------
+
+
+def test_validation_starts_records_from_the_initial_state(real_text: str) -> None:
+    text = real_text[:3000]
+    vocabulary = Vocabulary("".join(sorted(set(text))))
+    ids, starts = vocabulary.encode(text), np.arange(0, 3000, 50)
+    torch.manual_seed(0)
+    model = RecurrentModel(len(vocabulary), cell="gru", hidden_size=16)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    found, without = (
+        Validation(ids, vocabulary, 4, 0, starts=given).figures(model)["val/loss"] for given in (starts, None)
+    )
+    windows = torch.from_numpy(ids.astype(np.int64)).view(-1, 50)
+    with torch.no_grad():
+        logits, _ = model(windows, model.initial_state(len(windows)))
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1)[:-1], windows.flatten()[1:]).item()
+    assert found == pytest.approx(loss, rel=1e-5)
+    assert without != pytest.approx(loss, rel=1e-3)
+
+
 # Gradients that are not finite ----------------------------------------------------------------------------------------
 
 
@@ -292,9 +317,9 @@ class Sabotage:
                 self.rows[step] = [int(batch.inputs[row, 0]), *batch.targets[row].tolist()]
             return loss
 
-        def watched(model: Any, inputs: Tensor, carried: truncation.Carried, cut: Any) -> Any:
+        def watched(model: Any, inputs: Tensor, carried: truncation.Carried, *cut: Any) -> Any:
             self.states[now["step"]] = carried.states[0].h.clone()
-            return read(model, inputs, carried, cut)
+            return read(model, inputs, carried, *cut)
 
         def poisoned(model: RecurrentModel, *args: Any, **kwargs: Any) -> Any:
             logits, states = forward(model, *args, **kwargs)

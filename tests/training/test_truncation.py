@@ -3,25 +3,33 @@
 import itertools
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 import lmapp
+import lmapp.cells
 import lmapp.run
 from lmapp import checkpoint, laboratory
+from lmapp.cells.gru import GRU
+from lmapp.cells.protocol import HiddenState
 from lmapp.config import build
+from lmapp.data import datamodule
+from lmapp.data.batches import RowBatches
 from lmapp.errors import LmappError, UsageError
 from lmapp.gradients.truncation import Truncation
 from lmapp.models import RecurrentModel, make_model
 from lmapp.training import module as training_module
 from lmapp.training import truncation
 from lmapp.training.module import LanguageModule
+from lmapp.training.saving import EndOfStep
 from lmapp.training.truncation import Carried, cold, groups, read, resolve, work
 
 CELLS = ["vanilla", "gru", "lstm"]
@@ -463,6 +471,185 @@ def test_dropout_is_drawn_in_every_mode() -> None:
         assert torch.equal(*still)
 
 
+# Records that begin from the initial state ----------------------------------------------------------------------------
+
+STACKS: dict[str, dict[str, Any]] = {
+    "mixed": {"cell": ["lstm", "gru", "vanilla"]},
+    "linear": {"cell": ["mingru", "minlstm"], "embedding_size": 3},
+    "dense": {"cell": ["gru", "lstm_linear"], "embedding_size": 3, "connections": "dense"},
+    "on top": {"cell": ["gru_before", "concatenated"], "embedding_size": 3},
+}
+RECORDS = [[0, 3, 4, 11, 16], [2, 8, 9, 10, 20]]
+"""Of each row of 21 steps: within windows of 8, several in one, at the borders of windows and over whole ones."""
+
+
+def stack_of(name: str, symbols: int) -> RecurrentModel:
+    torch.manual_seed(3)
+    model = RecurrentModel(symbols, hidden_size=4, **STACKS[name]).double()
+    for parameter in model.parameters():
+        parameter.data = 0.7 * torch.randn(parameter.shape, dtype=torch.float64)
+    return model
+
+
+def keep_of(records: list[list[int]], steps: int) -> Tensor:
+    keep = torch.ones(len(records), steps)
+    for row, begins in enumerate(records):
+        keep[row, begins] = 0
+    return keep
+
+
+def in_windows(
+    model: RecurrentModel, windows: list[tuple[Tensor, Tensor]], keep: Tensor, cut: Truncation
+) -> tuple[Tensor, Carried]:
+    """All losses (B, T) of rows read window by window, and what is carried at their end."""
+    carried, losses, done = cold(model, len(keep)), [], 0
+    for inputs, targets in windows:
+        piece = keep[:, done : done + inputs.shape[1]]
+        logits, carried = read(model, inputs, carried, cut, piece)
+        losses.append(losses_of(logits, targets))
+        done += inputs.shape[1]
+    return torch.cat(losses, 1), carried
+
+
+def looks_back(cut: Truncation, widths: list[int]) -> list[int]:
+    """The step that each loss of a row looks back to, if there are no records."""
+    if cut.mode == "sliding":
+        return [start for _, start in starts(widths, cut.length, cut.stride)]
+    begins = [sum(widths[:index]) for index in range(len(widths))]
+    length = cut.length if cut.mode == "block" else cut.window
+    return [
+        begin + step // length * length for begin, width in zip(begins, widths, strict=True) for step in range(width)
+    ]
+
+
+def alone(model: RecurrentModel, windows: list[tuple[Tensor, Tensor]], backs: list[int]) -> Tensor:
+    """The same losses, record by record and loss by loss, each with a pass of its own; the model is given no mask."""
+    inputs, targets = (torch.cat(parts, 1) for parts in zip(*windows, strict=True))
+    losses = torch.zeros(targets.shape, dtype=torch.float64)
+    for row, step in itertools.product(range(len(inputs)), range(inputs.shape[1])):
+        record = max([begin for begin in RECORDS[row] if begin <= step], default=0)
+        start = max(record, backs[step])
+        states = model.initial_state(1)
+        if start > record:
+            with torch.no_grad():
+                _, states = model(inputs[row : row + 1, record:start], states)
+        logits, _ = model(inputs[row : row + 1, start : step + 1], states)
+        losses[row, step] = losses_of(logits[:, -1:], targets[row : row + 1, step : step + 1]).squeeze()
+    return losses
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("mode", [mode for mode in MODES if "randomised" not in mode])
+def test_every_record_is_trained_on_as_if_it_were_alone(stack: str, mode: str) -> None:
+    widths = [21] if mode == "full" else [8, 8, 5]
+    windows = distinct(2, widths)
+    model = stack_of(stack, 42)
+    cut = resolve(options(**MODES[mode]), widths[0], 21)
+    found, _ = in_windows(model, windows, keep_of(RECORDS, 21), cut)
+    expected = alone(model, windows, looks_back(cut, widths))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    # With weights, so that no loss stands in for another.
+    weights = torch.randn(found.shape, dtype=torch.float64)
+    mine = gradients(model, (weights * found).sum())
+    assert_close(mine, gradients(model, (weights * expected).sum()), mode)
+    without, _ = in_windows(model, windows, torch.ones(2, 21), cut)
+    assert not torch.allclose(without, found)
+
+
+def test_one_window_a_record_is_training_on_each_record() -> None:
+    widths = [5, 5, 5]
+    model = stack_of("mixed", 30)
+    windows = distinct(2, widths)
+    found, _ = in_windows(model, windows, keep_of([[0, 5, 10]] * 2, 15), Truncation(5, "block", 5))
+    expected = [losses_of(model(inputs, model.initial_state(2))[0], targets) for inputs, targets in windows]
+    torch.testing.assert_close(found, torch.cat(expected, 1), rtol=1e-12, atol=1e-12)
+    assert_close(gradients(model, found.mean()), gradients(model, torch.cat(expected, 1).mean()))
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_over_all_patterns_the_randomised_gradient_of_records_is_the_full_one(
+    monkeypatch: pytest.MonkeyPatch, stack: str
+) -> None:
+    steps, share = 7, 0.3
+    patterns = all_patterns(steps)
+    (row, aim), *_ = distinct(1, [steps])
+    model = stack_of(stack, steps)
+    kept = keep_of([[0, 3, 4]], steps)
+    logits, _ = read(model, row, cold(model, 1), Truncation(steps, "full", steps), kept)
+    expected = gradients(model, losses_of(logits, aim).sum())
+    count = len(patterns)
+    draw(monkeypatch, patterns)
+    cut = Truncation(4, "randomised", steps, 1, share)
+    logits, _ = read(model, row.expand(count, -1), cold(model, count), cut, kept.expand(count, -1))
+    passed = patterns.sum(1).double()
+    probability = share**passed * (1 - share) ** (steps - 1 - passed)
+    losses = losses_of(logits, aim.expand(count, -1))
+    assert_close(gradients(model, (probability * losses.sum(1)).sum()), expected)
+
+
+def test_what_sliding_keeps_of_records() -> None:
+    model = stack_of("mixed", 42)
+    inputs = torch.cat([piece for piece, _ in distinct(2, [8, 8, 5])], 1)
+    keep = keep_of(RECORDS, 21)
+    carried, done = cold(model, 2), 0
+    for piece in inputs.split(8, 1):
+        reset = keep[:, done : done + piece.shape[1]]
+        _, carried = read(model, piece, carried, Truncation(10, "sliding", 8, 4), reset)
+        done += piece.shape[1]
+        kept = min(9, done)
+        assert carried.keep is not None
+        assert torch.equal(carried.keep, keep[:, done - kept : done])
+        assert carried.keep.untyped_storage().nbytes() == 4 * carried.keep.numel()
+        before = done - kept
+        for row, begins in enumerate(RECORDS):
+            states = model.initial_state(1)
+            record = max([begin for begin in begins if begin < before], default=0)
+            if before > record:
+                _, states = model(inputs[row : row + 1, record:before], states)
+            mine = tuple(type(state)(*(c[row : row + 1] for c in state)) for state in carried.states)
+            torch.testing.assert_close(mine, states, rtol=1e-12, atol=1e-12)
+
+
+def test_the_kernels_of_records_are_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = RecurrentModel(20, cell="lstm", hidden_size=32, num_layers=2)
+    runs: list[bool] = []
+    for layer in model.layers:
+        original = layer.torch_forward
+        monkeypatch.setattr(layer, "torch_forward", lambda *args, f=original: (runs.append(True), f(*args))[1])
+    inputs = torch.randint(20, (4, 8))
+    for mode, train in MODES.items():
+        cut = resolve(options(**train), 8, 40)
+        for keep in (None, torch.ones(4, 8)):
+            runs.clear()
+            read(model, inputs, cold(model, 4), cut, keep)
+            said = truncation.kernels(model, cut, 4, 8, 40, resets=keep is not None)
+            assert said == (["torch", "torch"] if runs else ["table+scan", "scan"]), (mode, keep)
+            assert not runs or keep is None
+
+
+@pytest.mark.parametrize("cell", lmapp.cells.CELLS)
+def test_every_cell_begins_with_zeros(cell: str) -> None:
+    truncation.check_resets(RecurrentModel(7, cell=cell, hidden_size=5))
+
+
+class Elsewhere(GRU):
+    """Begins with ones."""
+
+    def initial_state(self, batch_size: int) -> HiddenState:
+        return HiddenState(torch.ones_like(super().initial_state(batch_size).h))
+
+
+def test_a_cell_that_begins_elsewhere_is_not_reset() -> None:
+    model = RecurrentModel(7, cell="gru", hidden_size=5, num_layers=2)
+    model.layers[1] = Elsewhere(5, 5)
+    with pytest.raises(UsageError) as caught:
+        truncation.check_resets(model)
+    assert "--data.reset-state" in str(caught.value)
+    assert "Elsewhere" in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 3
+
+
 # Whole runs -----------------------------------------------------------------------------------------------------------
 
 ROWS, WIDTH = 4, 8
@@ -544,6 +731,97 @@ def test_losses_of_runs_whose_weights_stay_do_not_depend_on_the_mode(tmp_path: P
     assert min(apart[1:14]) > 1e-5
 
 
+BEGINS = [0, 5, 30, 31, 47, 108, 109, 160, 200, 201, 290, 330, 400, 429]
+"""Symbols of the text at which records begin: in the middle of windows and rows, at their borders, two in a row."""
+
+
+def with_rows(monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
+    """Let training read rows that are made so."""
+    monkeypatch.setattr(datamodule, "RowBatches", lambda ids, **asked: RowBatches(ids, **{**asked, **how}))
+
+
+@pytest.mark.parametrize("carry", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_losses_of_runs_are_those_of_records(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch, mode: str, carry: bool
+) -> None:
+    """With weights that stay, every window's loss is that of its symbols, each after those of its own record."""
+    if not carry and (mode == "full" or MODES[mode].get("bptt") == "sliding"):
+        return
+    with_rows(monkeypatch, starts=np.array(BEGINS))
+    train = {**MODES[mode], "learning_rate": 1e-30, "carry_state": carry, "max_steps": 28}
+    config = settings(tmp_path, text, train=train)
+    found = [line["train/loss"] for line in lines(lmapp.train(config, quiet=True))]
+    torch.manual_seed(build(config).seed)
+    model = make_model(len(set(text)), build(config).model)
+    assert isinstance(model, RecurrentModel)
+    ids = torch.tensor([sorted(set(text)).index(c) for c in text])
+    share, longer = divmod(len(text) - 1, ROWS)
+    width = share + 1 if mode == "full" else WIDTH
+    losses: list[list[float]] = [[] for _ in range(0, share + 1, width)]
+    first = 0
+    for row in range(ROWS):
+        states = model.initial_state(1)
+        for step in range(share + (row < longer)):
+            if first + step in BEGINS or (not carry and step % width == 0):
+                states = model.initial_state(1)
+            with torch.no_grad():
+                logits, states = model(ids[None, None, first + step].view(1, 1), states)
+            losses[step // width].append(functional.cross_entropy(logits[0], ids[first + step + 1, None]).item())
+        first += share + (row < longer)
+    means = [sum(window) / len(window) for window in losses]
+    assert found == pytest.approx((means * 28)[:28], abs=1e-5)
+
+
+@pytest.mark.parametrize(("mode", "shift"), [("blocks", True), ("strides", False)])
+def test_records_and_shifted_epochs_resumed(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch, mode: str, shift: bool
+) -> None:
+    """Bit for bit, within epochs of fourteen steps and at their ends."""
+    with_rows(monkeypatch, starts=np.array(BEGINS), shift=shift)
+    sections: dict[str, Any] = {
+        "train": {**MODES[mode], "max_steps": 40, "checkpoint_minutes": 1e-9},
+        "model": {"cell": ["lstm", "mingru"], "dropout": 0.2},
+    }
+    copies, save = tmp_path / "copies", EndOfStep._save
+
+    def save_and_keep(end: EndOfStep, trainer: Any, module: Any) -> None:
+        save(end, trainer, module)
+        if not module.progress.finished and not (copies / str(module.progress.step)).exists():
+            shutil.copytree(path, copies / str(module.progress.step))
+
+    monkeypatch.setattr(EndOfStep, "_save", save_and_keep)
+    config = {**settings(tmp_path, text, **sections), "name": "run"}
+    path = Path(config["runs_dir"]) / "run"
+    lmapp.train(config, quiet=True)
+    whole = checkpoint.read(path / "checkpoints" / "last.ckpt")
+    assert whole["lmapp"]["progress"]["epoch"] == 2
+    assert (whole["lmapp"]["keep"] is not None) == (MODES[mode].get("bptt") == "sliding")
+    for cut in (2, 14, 15, 28, 39):
+        shutil.rmtree(path)
+        shutil.copytree(copies / str(cut), path)
+        lmapp.train(resume="run", runs_dir=config["runs_dir"], quiet=True)
+        again = checkpoint.read(path / "checkpoints" / "last.ckpt")
+        for name, weights in whole["state_dict"].items():
+            assert torch.equal(weights, again["state_dict"][name]), (cut, name)
+        for key in ("tokens", "keep"):
+            mine, theirs = whole["lmapp"][key], again["lmapp"][key]
+            assert (mine is None and theirs is None) or torch.equal(mine, theirs), (cut, key)
+        assert again["lmapp"]["progress"]["characters"] == whole["lmapp"]["progress"]["characters"]
+
+
+def test_epochs_of_a_run_are_cut_elsewhere(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_rows(monkeypatch, shift=True)
+    run = lmapp.train(settings(tmp_path, text, train={"max_steps": None, "max_epochs": 4}), quiet=True)
+    done = [0] + [line["characters"] for line in lines(run)]
+    read_so_far = [b - a for a, b in itertools.pairwise(done)]
+    steps = len(read_so_far) // 4
+    assert len(read_so_far) == 4 * steps
+    firsts = [read_so_far[epoch * steps] // ROWS for epoch in range(4)]
+    assert len(set(firsts)) == 4
+    assert [done[epoch * steps] for epoch in range(5)] == [0, 429, 858, 1287, 1716]
+
+
 def test_without_carried_state_nothing_is_kept(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = watch(monkeypatch)
     train = {**MODES["blocks"], "carry_state": False, "max_steps": 20}
@@ -592,9 +870,9 @@ def watch(monkeypatch: pytest.MonkeyPatch, poison: int | None = None) -> list[Ca
     seen: list[Carried] = []
     step = LanguageModule.training_step
 
-    def watched(model: Any, inputs: Tensor, carried: Carried, cut: Truncation) -> Any:
+    def watched(model: Any, inputs: Tensor, carried: Carried, *cut: Any) -> Any:
         seen.append(carried)
-        return read(model, inputs, carried, cut)
+        return read(model, inputs, carried, *cut)
 
     def training_step(module: LanguageModule, batch: Any, batch_idx: int) -> Tensor:
         loss = step(module, batch, batch_idx)
@@ -621,10 +899,14 @@ def test_what_was_carried_is_brought_to_the_device(tmp_path: Path) -> None:
     model = make_model(5, config.model)
     assert isinstance(model, RecurrentModel)
     module = LanguageModule(model, config, Truncation(9, "sliding", 6), 3, {})
-    module._carried = Carried(model.initial_state(2), torch.zeros(2, 8, dtype=torch.int64))
-    module.to("meta")
-    module.on_train_start()
-    assert module._carried.tokens.device.type == module._carried.states[0].h.device.type == "meta"
+    for keep in (None, torch.ones(2, 8)):
+        module._carried = Carried(model.initial_state(2), torch.zeros(2, 8, dtype=torch.int64), keep)
+        module.to("meta")
+        module.on_train_start()
+        assert module._carried.tokens.device.type == module._carried.states[0].h.device.type == "meta"
+        assert (module._carried.keep is None) == (keep is None)
+        assert keep is None or module._carried.keep.device.type == "meta"
+        module.to_empty(device="cpu")
 
 
 # What is said ---------------------------------------------------------------------------------------------------------
