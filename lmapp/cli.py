@@ -16,7 +16,7 @@ from cyclopts.exceptions import CoercionError, MissingArgumentError, UnknownOpti
 
 from lmapp import cells
 from lmapp import config as configuration
-from lmapp.config import Config
+from lmapp.config import Config, DataConfig
 from lmapp.errors import LmappError, UsageError
 from lmapp.units import jsonable
 
@@ -41,12 +41,12 @@ def _collect(app: App, commands: tuple[str, ...], arguments: ArgumentCollection)
     round 1.5 to a whole number of steps.
     """
     _given.clear()
-    if commands != ("train",):
+    if commands not in (("train",), ("corpus",)):
         return
     for argument in arguments:
         keys = argument.name.removeprefix("--").replace("-", "_").split(".")
         if argument.tokens and keys[0] in configuration.SECTIONS and len(keys) == 1:
-            raise UsageError(f"--{keys[0]} is a section: name an option of it, as in lmapp train --help.")
+            raise UsageError(f"--{keys[0]} is a section: name an option of it, as in lmapp {commands[0]} --help.")
         if not argument.tokens or tuple(keys) not in _OPTIONS:
             continue
         # A switch without a value has its meaning in the implicit value.
@@ -56,18 +56,26 @@ def _collect(app: App, commands: tuple[str, ...], arguments: ArgumentCollection)
         argument.tokens.clear()
 
 
-def _join_switches(words: Sequence[str]) -> list[str]:
+def _joined(words: Sequence[str]) -> list[str]:
     """`--data.shrink false` as `--data.shrink=false`: cyclopts' switches take no word of their own.
+
+    And `--data.path -` as `--data.path=-`, for a word that begins with a hyphen is no value to it.
 
     Raises:
         UsageError: the word says neither true nor false.
     """
     joined: list[str] = []
+    option = ""
     for word in words:
-        if joined and joined[-1].replace("_", "-") in _SWITCHES and not word.startswith("-") and not _is_config(word):
+        if word == "-" and option.replace("_", "-") in _PATHS:
+            if joined[-1] == option:
+                joined.pop()
+            joined.append(f"{option}=-")
+        elif joined and joined[-1].replace("_", "-") in _SWITCHES and not word.startswith("-") and not _is_config(word):
             joined[-1] += f"={word}"
         else:
             joined.append(word)
+            option = word if word.startswith("--") else option
     for word in joined:
         name, equals, value = word.partition("=")
         if equals and name.replace("_", "-") in _SWITCHES and value.lower() not in configuration.BOOLEANS:
@@ -81,6 +89,7 @@ def _is_config(word: str) -> bool:
 
 
 _OPTIONS = set(configuration.option_names())
+_PATHS = {f"--data.{name}path" for name in ("", "val-", "test-")}
 _LISTS = set(configuration.option_names(list[str]))
 _SWITCHES = {
     configuration.option_name(keys) for kind in (bool, bool | None) for keys in configuration.option_names(kind)
@@ -121,6 +130,8 @@ Json = Annotated[bool, Parameter(name="--json", help="Print one JSON document an
 RunsDir = Annotated[str, Parameter(converter=_text, help="Where runs are looked up by name.")]
 DataPath = Annotated[list[str] | None, Parameter(name="--data.path", help="Files or globs of text to use.")]
 Corpus = Annotated[str | None, Parameter(name="--data.corpus", converter=_text, help="A named corpus to use.")]
+Encoding = Annotated[str | None, Parameter(name="--data.encoding", converter=_text, help="Of the files named.")]
+Column = Annotated[str | None, Parameter(name="--data.column", converter=_text, help="Of rows, that holds the text.")]
 CacheDir = Annotated[
     str | None, Parameter(name="--data.cache-dir", converter=_text, help="Where encoded text is kept.")
 ]
@@ -152,8 +163,7 @@ def train(
     taken = [word for section, option in _LISTS for word in given.get(section, {}).get(option, [])]
     if misplaced := [word for word in taken if _is_config(word)]:
         raise UsageError(f"{misplaced[0]} is a configuration, not text: put it before the options.")
-    if {"path", "corpus"} <= given.get("data", {}).keys():
-        raise UsageError("--data.path and --data.corpus exclude each other: train on files or on a named corpus.")
+    _check_one_text(given)
     options: dict[str, Any] = {}
     for path in configs:
         content = configuration.read_yaml(path)
@@ -167,6 +177,58 @@ def train(
     from lmapp.run import train as start
 
     start(checked)
+
+
+@app.command
+def corpus(
+    *paths: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    data: Annotated[DataConfig, Parameter(name="data")] = DataConfig(),  # noqa: B008
+    json_: Json = False,
+) -> None:
+    """What a text is before a model is trained on it, and what may be wrong with it.
+
+    Args:
+        paths: Files, directories, globs, archives, addresses or - (standard input), as for --data.path.
+    """
+    for path in paths:
+        if path.startswith("-") and path != "-":
+            option = path.partition("=")[0]
+            known = map(configuration.option_name, _OPTIONS)
+            raise UsageError(f"There is no option {option}.{configuration.nearest_option(option, known)}")
+    given: dict[str, Any] = {"data": dict(_given.get("data", {}))}
+    if paths:
+        given["data"]["path"] = [*paths, *given["data"].get("path", [])]
+    _check_one_text(given)
+    config = configuration.build(given).data
+    from rich.console import Console
+
+    from lmapp import describe
+    from lmapp.data.inspection import inspect
+
+    def say(message: str) -> None:
+        print(message, file=sys.stderr)
+
+    with describe.encoding_progress(Console(stderr=True)) as progress:
+        inspection = inspect(config, progress=progress, say=say)
+    if json_:
+        _print_json(inspection.as_dict())
+        return
+    console = describe.Console(highlight=False)
+    console.soft_wrap = not console.is_terminal  # in a pipe a line stays one line
+    for name, text in inspection.lines():
+        if name == "note":
+            describe.note(console, text)
+        else:
+            describe.line(console, name, text)
+
+
+def _check_one_text(given: dict[str, Any]) -> None:
+    texts = [name for name in ("path", "corpus", "hub") if name in given.get("data", {})]
+    if len(texts) > 1:
+        raise UsageError(
+            f"--data.{texts[0]} and --data.{texts[1]} exclude each other: train on files, a named corpus or a data set "
+            "of the hub."
+        )
 
 
 @app.command
@@ -231,6 +293,8 @@ def evaluate(
     path: DataPath = None,
     corpus: Corpus = None,
     split: Literal["train", "validation", "test"] = "validation",
+    encoding: Encoding = None,
+    column: Column = None,
     import_: Imports = None,
     cache_dir: CacheDir = None,
     runs_dir: RunsDir = "runs",
@@ -246,7 +310,9 @@ def evaluate(
     from lmapp.inference import load
     from lmapp.inference.infill import InfillEvaluation
 
-    result = load(checkpoint, runs_dir=runs_dir).evaluate(path or (), corpus=corpus, split=split, cache_dir=cache_dir)
+    result = load(checkpoint, runs_dir=runs_dir).evaluate(
+        path or (), corpus=corpus, split=split, encoding=encoding, column=column, cache_dir=cache_dir
+    )
     if json_:
         _print_json(result.as_dict())
         return
@@ -317,6 +383,8 @@ def _standard_input() -> str:
 def gradients(
     *checkpoints: str,
     path: DataPath = None,
+    encoding: Encoding = None,
+    column: Column = None,
     max_lag: Integer | None = None,
     windows: Integer = 8,
     png: str = "gradients.png",
@@ -345,7 +413,14 @@ def gradients(
     from lmapp import laboratory
 
     measured = laboratory.measure_checkpoints(
-        checkpoints, paths=path or (), max_lag=max_lag, windows=windows, runs_dir=runs_dir, cache_dir=cache_dir
+        checkpoints,
+        paths=path or (),
+        encoding=encoding,
+        column=column,
+        max_lag=max_lag,
+        windows=windows,
+        runs_dir=runs_dir,
+        cache_dir=cache_dir,
     )
     laboratory.draw(measured, Path(png))
     if json_:
@@ -436,7 +511,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character ends nothing
     try:
-        words = _join_switches([word for word in words if word != "--debug"])
+        words = _joined([word for word in words if word != "--debug"])
         app(words, exit_on_error=False, print_error=False)
         print(end="", flush=True)  # so that what goes wrong with it goes wrong here
     except CycloptsError as error:

@@ -149,9 +149,10 @@ def test_help_of_train_lists_every_option_with_its_default(lmapp_: Command, monk
     ("command", "names"),
     [
         ("generate", "checkpoint prompt length temperature top-k top-p stop samples seed import runs-dir json"),
-        ("evaluate", "checkpoint data.path data.corpus import data.cache-dir runs-dir json"),
+        ("evaluate", "checkpoint data.path data.corpus data.encoding data.column import data.cache-dir runs-dir json"),
+        ("corpus", "data.path data.hub data.column data.alphabet data.val-path json"),
         ("infill", "checkpoint text mask import runs-dir json"),
-        ("gradients", "data.path max-lag windows png import data.cache-dir runs-dir json"),
+        ("gradients", "data.path data.encoding data.column max-lag windows png import data.cache-dir runs-dir json"),
         ("compare", "runs-dir json"),
     ],
 )
@@ -357,22 +358,22 @@ def test_later_files_and_options_win(train: Command, lmapp_: Command) -> None:
     [
         ("missing.txt", ["missing.txt: no such file"]),
         ("missing*.txt", ["No file matches 'missing*.txt'"]),
-        (".", ["is a directory"]),
+        ("nothing", ["There is no file that is not hidden in the directory nothing."]),
         ("empty.txt", ["empty.txt is empty"]),
         ("one.txt", ["one.txt is a single character; it takes at least 2 to predict one."]),
-        ("latin.txt", ["latin.txt, byte 203: 0xe9 is not utf-8", "--data.encoding latin-1"]),
-        ("utf16.txt", ["utf16.txt, byte 0: 0xff is not utf-8", "--data.encoding utf-16"]),
+        ("latin.txt", ["latin.txt, byte 203: 0xe9 is not utf-8", "--data.encoding cp1252", "--data.errors replace"]),
         ("cut.txt", ["cut.txt, byte 200: 0xc3 only begins a character of utf-8"]),
         ("bad.txt.gz", ["bad.txt.gz is damaged or no .gz file"]),
         ("rows.jsonl", ["rows.jsonl, line 1 has no column 'text'", "--data.column"]),
-        ("archive.zip", ["archive.zip is an archive"]),
+        ("archive.zip", ["archive.zip is damaged or no .zip file"]),
     ],
 )
 def test_a_text_that_cannot_be_read(train: Command, text: str, words: list[str]) -> None:
     Path("empty.txt").touch()
     Path("one.txt").write_text("a")
     Path("latin.txt").write_bytes(b"x" * 200 + "café au lait".encode("latin-1"))
-    Path("utf16.txt").write_bytes(TEXT.encode("utf-16"))
+    Path("nothing").mkdir()
+    Path("nothing/.hidden").write_text(TEXT)
     Path("cut.txt").write_bytes(b"x" * 200 + b"\xc3")
     Path("bad.txt.gz").write_bytes(b"no archive")
     Path("rows.jsonl").write_text('{"body": "x"}\n')
@@ -387,6 +388,15 @@ def test_another_encoding_works_when_it_is_named(train: Command, encoding: str) 
     result = train("--data.encoding", encoding, text="other.txt")
     assert (result.code, result.err) == (0, "")
     assert "other.txt: 500 characters" in result.out
+    assert "alphabet    5 characters" in result.out
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+def test_a_byte_order_mark_is_believed(train: Command, encoding: str) -> None:
+    Path("other.txt").write_bytes(("café " * 100).encode(encoding))
+    result = train(text="other.txt")
+    assert (result.code, result.err) == (0, "")
+    assert f"utf-8 or by byte order mark: {encoding}, 1 byte order mark removed" in result.out
     assert "alphabet    5 characters" in result.out
 
 

@@ -601,7 +601,9 @@ def test_option_names() -> None:
     assert ("name",) in option_names()
     assert len(set(option_names())) == len(option_names())
     assert option_names(bool) == [
-        ("data", "reset_state"), ("data", "lowercase"), ("data", "streaming"), ("data", "shuffle_files"), ("data", "shift_epochs"), ("data", "shrink"), ("model", "bias"), ("model", "tie_embeddings"), ("train", "carry_state"),
+        ("data", "reset_state"), ("data", "lowercase"), ("data", "streaming"), ("data", "shuffle_files"),
+        ("data", "shift_epochs"), ("data", "shrink"), ("model", "bias"), ("model", "tie_embeddings"),
+        ("train", "carry_state"),
     ]  # fmt: skip
     assert option_names(bool | None) == [("model", "bidirectional")]
     assert {keys[0] for keys in option_names() if len(keys) == 2} == set(configuration.SECTIONS)

@@ -43,11 +43,18 @@ def place(tmp_path_factory: pytest.TempPathFactory, real_text: str) -> Path:
     return directory
 
 
-def run(arguments: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+def run(arguments: list[str], directory: Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
     environment |= {"WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        arguments, cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False
+        arguments,
+        input=stdin,
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
 
 
@@ -57,6 +64,9 @@ def test_commands_of_the_readme(place: Path) -> None:
     done = []
     for line in commands():
         words = shlex.split(line)
+        stdin = None
+        if "<" in words:
+            words, stdin = words[:-2], (place / words[-1]).read_text(encoding="utf-8")
         if words[0] == "make":
             continue  # see below, and the slow test of `make train`
         if words[:2] == ["lmapp", "train"]:
@@ -68,7 +78,7 @@ def test_commands_of_the_readme(place: Path) -> None:
                 words[2:2] = ["inspect", "--json"]  # the same without a terminal
             else:
                 continue  # sends to a server
-        result = run([str(tools / words[0]), *words[1:]], place)
+        result = run([str(tools / words[0]), *words[1:]], place, stdin)
         assert result.returncode == 0, f"{line}\n{result.stdout}\n{result.stderr}"
         done.append(line)
     assert len(done) >= 12

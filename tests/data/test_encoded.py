@@ -375,8 +375,9 @@ def test_baselines_equal_a_naive_twin(monkeypatch, dense_pairs, block):
         train, scored = random.integers(0, size, n), random.integers(0, size, m)
         starts = random.random(size) < 0.8
         starts[scored[1]] = True
-        got = baselines(train.astype(np.uint16), scored.astype(np.uint16), starts)
-        assert got == pytest.approx(naive_baselines(train.tolist(), scored.tolist(), starts), rel=1e-12)
+        for dtype in [np.uint16, *([np.uint8] if size <= 256 else [])]:
+            got = baselines(train.astype(dtype), scored.astype(dtype), starts)
+            assert got == pytest.approx(naive_baselines(train.tolist(), scored.tolist(), starts), rel=1e-12)
 
 
 def test_baselines_of_a_corpus(run, real_text):
