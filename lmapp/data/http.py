@@ -61,7 +61,7 @@ def split(address: str) -> SplitResult:
 
 def without_password(item: str) -> str:
     """The same without the user and the password of the address that it holds, if it holds any."""
-    return re.sub("(https?://)[^/?#]*@", r"\1", item, flags=re.IGNORECASE)
+    return re.sub(r"\b((?!zip:|tar:)[a-z][a-z0-9+.-]*://)[^/?#]*@", r"\1", item, flags=re.IGNORECASE)
 
 
 def name_of(address: str) -> str:
@@ -145,7 +145,10 @@ def _client(address: str) -> Iterator[HTTPFileSystem]:
     try:
         yield files
     finally:
-        HTTPFileSystem.close_session(files.loop, session)
+        try:
+            sync(files.loop, session.close)
+        except NotImplementedError:  # the garbage collector came by in fsspec's own thread
+            HTTPFileSystem.close_session(files.loop, session)
 
 
 @contextmanager

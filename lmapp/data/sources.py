@@ -7,7 +7,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,8 +18,6 @@ from lmapp.data.formats import Format, Record
 from lmapp.data.names import is_hidden, shown
 from lmapp.data.text import Reading, TextPolicy, codec
 from lmapp.errors import LmappError, UsageError
-
-__all__ = ["Source", "fingerprint", "resolve", "stem", "stream"]
 
 STANDARD_INPUT = "-"
 
@@ -105,9 +104,11 @@ def _local(item: str) -> tuple[list[Path], bool, list[str]]:
             hidden = " that is not hidden" if left_out else ""
             raise LmappError(f"There is no file{hidden} in the directory {shown(item)}.")
         return files, False, left_out
-    if os.path.lexists(name) or not any(sign in name for sign in "*?["):
-        if "://" in item:
-            raise LmappError(f"{shown(item)}: addresses of this kind are not read.\nDownload it and name the file.")
+    there = os.path.lexists(name)
+    if not there and "://" in item:
+        address = shown(http.without_password(item))
+        raise LmappError(f"{address}: addresses of this kind are not read.\nDownload it and name the file.")
+    if there or not any(sign in name for sign in "*?["):
         return [Path(name)], True, []
     matches = [match for match in sorted(glob.glob(name, recursive=True)) if not os.path.isdir(match)]
     if not matches:
@@ -124,13 +125,13 @@ def _below(directory: str) -> tuple[list[Path], list[str]]:
         raise packing.unreadable(shown(str(error.filename)), error)
 
     for place, directories, names in os.walk(directory, onerror=refuse):
-        for name in (*directories, *names):
-            path = os.path.join(place, name)
-            if is_hidden(name) or (name in directories and os.path.islink(path)):  # a link may lead back up
-                left_out.append(path)
-            elif name not in directories:
-                files.append(path)
-        directories[:] = [name for name in directories if os.path.join(place, name) not in left_out]
+        # A link to a directory may lead back up.
+        inner = [name for name in directories if not (is_hidden(name) or os.path.islink(os.path.join(place, name)))]
+        here = [name for name in names if not is_hidden(name)]
+        taken = {*inner, *here}
+        left_out += [os.path.join(place, name) for name in (*directories, *names) if name not in taken]
+        files += [os.path.join(place, name) for name in here]
+        directories[:] = inner
     return sorted(map(Path, files), key=Path.as_posix), sorted(left_out)
 
 
@@ -193,8 +194,7 @@ def stream(
     """
     codec(policy.encoding)
     reading = Reading() if reading is None else reading
-    records = (record for source in sources for record in source.records(policy, column, reading))
-    return _joined(records, separator, reading)
+    return _joined(_records(sources, policy, column, reading), separator, reading)
 
 
 def fingerprint(sources: Sequence[Source], policy: TextPolicy, separator: str | None, column: str) -> str:
@@ -214,33 +214,41 @@ def fingerprint(sources: Sequence[Source], policy: TextPolicy, separator: str | 
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=32).hexdigest()
 
 
-def _joined(records: Iterable[Record], separator: str | None, reading: Reading) -> Iterator[str]:
+def _records(
+    sources: Sequence[Source], policy: TextPolicy, column: str, reading: Reading
+) -> Generator[Record, None, None]:
+    for source in sources:
+        yield from source.records(policy, column, reading)
+
+
+def _joined(records: Generator[Record, None, None], separator: str | None, reading: Reading) -> Iterator[str]:
     tail = ""  # enough of the text handed out to see its last two line ends
     first, opens = True, False
-    for name, opens_file, pieces in records:
-        opens |= opens_file
-        head = ""
-        while len(head) < 4 and (piece := next(pieces, "")):
-            head += piece
-        if separator is not None:
-            between = "" if first else separator
-        else:
-            between = _blank_line(tail, head[:4]) if tail and head else ""
-        first = False
-        reading.records += 1
-        if between:
-            reading.characters += len(between)
-            yield between
-        if head:
-            if opens:
-                reading.starts.append((name, reading.characters))
-            reading.record_starts.append(reading.characters)
-            opens = False
-        while head:
-            reading.characters += len(head)
-            tail = (tail + between + head[-4:])[-4:]
-            yield head
-            between, head = "", next(pieces, "")
+    with closing(records):  # files and connections, however this ends
+        for name, opens_file, pieces in records:
+            opens |= opens_file
+            head = ""
+            while len(head) < 4 and (piece := next(pieces, "")):
+                head += piece
+            if separator is not None:
+                between = "" if first else separator
+            else:
+                between = _blank_line(tail, head[:4]) if tail and head else ""
+            first = False
+            reading.records += 1
+            if between:
+                reading.characters += len(between)
+                yield between
+            if head:
+                if opens:
+                    reading.starts.append((name, reading.characters))
+                reading.record_starts.append(reading.characters)
+                opens = False
+            while head:
+                reading.characters += len(head)
+                tail = (tail + between + head[-4:])[-4:]
+                yield head
+                between, head = "", next(pieces, "")
 
 
 def _blank_line(before: str, after: str) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from lmapp.config import Config, DataConfig
 from lmapp.data import corpora, encoded, sources
 from lmapp.data.encoded import Alphabet, Cut, EncodedCorpus
+from lmapp.data.http import without_password
 from lmapp.data.text import policy_of
 from lmapp.errors import LmappError, UsageError
 from lmapp.models import Network
@@ -117,7 +118,7 @@ class Trained:
             cut=Cut(val_fraction=0.0),
             alphabet=Alphabet(given=self.vocabulary),
         )
-        name = ", ".join(paths) if paths else f"corpus {corpus}"
+        name = ", ".join(map(without_password, paths)) if paths else f"corpus {corpus}"
         return Text(kept.train, name, kept.fingerprint, self._starts(kept, "train"))
 
     def _starts(self, corpus: EncodedCorpus, split: str) -> np.ndarray | None:

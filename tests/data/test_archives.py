@@ -256,7 +256,7 @@ def test_members_that_were_read_are_not_kept(tmp_path):
     (tmp_path / "a.tar").write_bytes(tarred(*((f"{number}", "x") for number in range(100))))
     [source] = resolve([str(tmp_path / "a.tar")], cache_dir=tmp_path)
     kept = [
-        sum(isinstance(thing, archives._Header) for thing in gc.get_objects())
+        sum(type(thing) is archives._Header for thing in gc.get_objects())
         for _, _, pieces in source.records(TextPolicy(), "text", Reading())
         if next(pieces)
     ]

@@ -361,7 +361,7 @@ def test_a_password_is_sent_and_never_shown(site, tmp_path):
     assert "other" not in str(caught.value)
     site.pages["/a.txt"].password = "me:other"
     assert mark(*sources(other)) == before
-    assert http.without_password(f"zip://*::{other}") == f"zip://*::{site.address}/a.txt"
+    assert http.without_password(f"zip://*@::{other}") == f"zip://*@::{site.address}/a.txt"
     assert http.without_password("a@b.txt") == "a@b.txt"
     for broken in ("/gone", "/cut"):
         site.put("/cut", "x", length=9)

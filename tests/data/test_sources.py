@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from io import BytesIO, StringIO, TextIOWrapper
@@ -166,9 +167,11 @@ def test_what_is_no_text_file_is_named(tmp_path, item, message):
 
 
 def test_addresses_of_other_kinds_are_refused():
-    for item in ("s3://bucket/x.txt", "file:///x.txt", "ftp://host/x"):
-        with pytest.raises(LmappError, match=rf"{item}: addresses of this kind are not read\.\nDownload"):
+    for item in ("s3://bucket/x.txt", "file:///x.txt", "ftp://host/x", "s3://bucket/*.txt"):
+        with pytest.raises(LmappError, match=rf"{re.escape(item)}: addresses of this kind are not read\.\nDownload"):
             sources(item)
+    with pytest.raises(LmappError, match=r"^ftp://host/x: addresses"):
+        sources("ftp://me:word@host/x")
 
 
 def test_no_path_at_all():
