@@ -110,6 +110,7 @@ def _is_complete(saved: dict[str, Any]) -> bool:
                 "device": str(),
                 "cpu": str(),
                 "kernels": list(),
+                "processes": int(),
                 "sequence_length": int(),
                 "truncation_length": int(),
             },

@@ -480,7 +480,8 @@ def _print_json(document: Any) -> None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    print(message, file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":  # of the processes that torchrun starts the first one speaks
+        print(message, file=sys.stderr)
     raise SystemExit(code)
 
 

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from lmapp.config import Config, DataConfig, TrainConfig
+from lmapp.data.http import without_password
 from lmapp.data.streaming import Batches
 from lmapp.gradients.decay import Decay, cut_recurrence_warning, verdict
 from lmapp.gradients.truncation import Truncation
@@ -68,7 +69,7 @@ def text(console: rich.console.Console, config: Config, facts: Mapping[str, Any]
     data = config.data
     source = f"{data.corpus} (a named corpus)"
     if data.path:
-        source = ", ".join(data.path)
+        source = _named(data.path)
     elif data.hub is not None:
         source = f"{data.hub} on the hub, {data.hub_split}"
     records = f", {count(facts['records'], 'record')}" if facts["records"] != facts["files"] else ""
@@ -90,6 +91,10 @@ def text(console: rich.console.Console, config: Config, facts: Mapping[str, Any]
     if data.streaming and facts["baseline_split"] == "train":
         baselined = "the stream's beginning"
     line(console, "baselines", f"{_baselines(config, facts)} on {baselined}")
+
+
+def _named(paths: Sequence[str]) -> str:
+    return ", ".join(map(without_password, paths))
 
 
 def _policy(data: DataConfig, facts: Mapping[str, Any]) -> str:
@@ -152,9 +157,9 @@ def _splits(data: DataConfig, facts: Mapping[str, Any]) -> str:
         how = "the last tenth" if data.val_fraction is None else f"a share of {data.val_fraction:g}"
         how += ", at most 1,000,000" if facts["validation_capped"] else ""
         how += "" if data.split_at == "character" else f", from the start of a {data.split_at}"
-        words.append(f"validation {facts['validation_characters']:,} ({', '.join(data.val_path) or how})")
+        words.append(f"validation {facts['validation_characters']:,} ({_named(data.val_path) or how})")
     if facts["test_characters"]:
-        given = f" ({', '.join(data.test_path)})" if data.test_path else ""
+        given = f" ({_named(data.test_path)})" if data.test_path else ""
         words.append(f"test {facts['test_characters']:,}{given}")
     return ", ".join(words)
 
@@ -193,6 +198,8 @@ def steps(
         carried = "each row's whole text at once (--data.sequence-length is not read)"
     whole = "window of the stream" if config.data.streaming else "pass"
     line(console, "batches", f"{rows} × {length}, {count(len(batches), 'step')} a {whole}, {carried}")
+    if (processes := how["processes"]) > 1:
+        line(console, "processes", f"{processes}, {count(batches.batch_size // processes, 'row')} each")
     _cuts(console, config.train, batches, truncation)
     if truncation.mode == "full":
         left = memory.available(torch.device(how["device"]))

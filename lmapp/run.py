@@ -8,10 +8,11 @@ import os
 import re
 import shutil
 import signal
+import socket
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib.metadata import version
@@ -22,6 +23,7 @@ from typing import Any
 import lightning
 import torch
 import yaml
+from lightning.fabric.plugins.environments import LightningEnvironment
 from rich.console import Console
 
 from lmapp import checkpoint, describe
@@ -33,14 +35,16 @@ from lmapp.callbacks.samples import InfillSamples, Samples
 from lmapp.config import RESUMABLE, Config, build, differences, merge, option_name, read_yaml
 from lmapp.data.datamodule import TextDataModule
 from lmapp.data.encoded import EncodedCorpus
+from lmapp.data.http import without_password
 from lmapp.errors import LmappError, UsageError
 from lmapp.gradients.decay import ProbeShape, not_defined, probe_shape, probe_windows
 from lmapp.loggers import wandb as wandb_runs
 from lmapp.loggers.records import SUMMARY, LocalLogger, Records
 from lmapp.models import InfillModel, Network, make_model
-from lmapp.training import memory, plan
+from lmapp.training import memory, plan, processes
 from lmapp.training.infill import InfillModule
 from lmapp.training.module import LanguageModule
+from lmapp.training.processes import Ranks
 from lmapp.training.saving import EndOfStep, SafeCheckpointIO, keep_as_best
 from lmapp.training.truncation import check_resets, kernels, resolve
 from lmapp.training.validation import InfillValidation, Validation
@@ -83,6 +87,8 @@ def train(
 ) -> Run:
     """Train a model as a configuration says, or go on with a run.
 
+    Several processes, started by torchrun or srun, train it together; only the first of them writes and prints.
+
     Args:
         source: a YAML file, nested options as a dict, or a Config; by default the default configuration.
         resume: a run's name or directory, to go on with instead.
@@ -95,12 +101,25 @@ def train(
         LmappError: the text cannot be had, the disk is full, the gradients stay non-finite.
         Interrupted: by Ctrl-C; the run is saved.
     """
-    console = describe.Console(quiet=quiet, highlight=False)
-    console.soft_wrap = not console.is_terminal  # in a pipe a line stays one line
-    if resume is not None:
-        if source is not None:
-            raise UsageError("A resumed run has its own configuration: leave out the source.")
-        return _resume(resume, Config().runs_dir if runs_dir is None else runs_dir, changes or {}, console)
+    with processes.joined() as ranks:
+        console = describe.Console(quiet=quiet or not ranks.first, highlight=False)
+        console.soft_wrap = not console.is_terminal  # in a pipe a line stays one line
+        if resume is not None:
+            if source is not None:
+                raise UsageError("A resumed run has its own configuration: leave out the source.")
+            runs_dir = Config().runs_dir if runs_dir is None else runs_dir
+            with ranks.agreed():
+                assembly = _taken_up(resume, runs_dir, changes or {}, console, ranks)
+        else:
+            with ranks.agreed():
+                assembly = _Assembly(_configured(source, changes or {}, runs_dir), console, ranks)
+        return assembly.run()
+
+
+def _configured(
+    source: str | Path | Mapping[str, Any] | Config | None, changes: Mapping[str, Any], runs_dir: str | None
+) -> Config:
+    """The configuration of a new run, from what `train` is given."""
     options: Mapping[str, Any] = {}
     if isinstance(source, Config):
         options = source.as_dict()
@@ -109,11 +128,12 @@ def train(
     elif source is not None:
         options = read_yaml(source)
         build(options, source=str(source))
-    options = merge(options, changes or {})
-    return _Assembly(build(options if runs_dir is None else {**options, "runs_dir": runs_dir}), console).run()
+    options = merge(options, changes)
+    return build(options if runs_dir is None else {**options, "runs_dir": runs_dir})
 
 
-def _resume(name: str, runs_dir: str, changes: Mapping[str, Any], console: Console) -> Run:
+def _taken_up(name: str, runs_dir: str, changes: Mapping[str, Any], console: Console, ranks: Ranks) -> _Assembly:
+    """A run that is to go on, from its last checkpoint."""
     directory = checkpoint.run_directory(name, runs_dir)
     last = directory / "checkpoints" / checkpoint.LAST
     if not last.is_file():
@@ -131,15 +151,16 @@ def _resume(name: str, runs_dir: str, changes: Mapping[str, Any], console: Conso
     limits = ("train.max_steps", "train.max_minutes", "train.max_epochs")
     replan = any(name in limits for name, _, _ in differences(old, config))
     if saved["progress"]["state"] == "finished" and not replan:
-        _Assembly(config, console, directory=directory, saved=saved).complete_wandb()
+        if ranks.first:
+            _Assembly(config, console, ranks, directory=directory, saved=saved).complete_wandb()
         raise UsageError(
             f"The run {directory} is finished (step {saved['progress']['step']:,}).\n"
             "Give it a higher limit to go on: --train.max-steps, --train.max-minutes or --train.max-epochs."
         )
     best, validates = saved["progress"]["best"], saved["corpus"]["facts"]["validation_characters"] > 0
-    if not validates or (best is not None and best["step"] == saved["progress"]["step"]):
+    if ranks.first and (not validates or (best is not None and best["step"] == saved["progress"]["step"])):
         keep_as_best(last)  # it may have been killed between writing the two
-    return _Assembly(config, console, directory=directory, saved=saved, replan=replan).run()
+    return _Assembly(config, console, ranks, directory=directory, saved=saved, replan=replan)
 
 
 class _Assembly:
@@ -149,6 +170,7 @@ class _Assembly:
         self,
         config: Config,
         console: Console,
+        ranks: Ranks = Ranks(),  # noqa: B008
         *,
         directory: Path | None = None,
         saved: dict[str, Any] | None = None,
@@ -156,6 +178,7 @@ class _Assembly:
     ) -> None:
         self.config = config
         self.console = console
+        self.ranks = ranks
         self.directory = directory
         self.saved = saved
         self.replan = replan
@@ -163,42 +186,58 @@ class _Assembly:
     def run(self) -> Run:
         """Train to the end."""
         _quieten_libraries()
-        config, saved = self.config, self.saved
-        with torch.device("meta"):
-            make_model(2, config.model)  # refuses what does not go together before the text is read
-        if self.directory is None:
-            _check_name(config)
-        with _threads(saved["plan"]["threads"] if saved else None):
-            return self._run(_device(config.train.device))
+        config, saved, ranks = self.config, self.saved, self.ranks
+        with ranks.agreed():
+            with torch.device("meta"):
+                make_model(2, config.model)  # refuses what does not go together before the text is read
+            if self.directory is None and ranks.first:
+                _check_name(config)
+            if ranks.world > 1 and config.data.streaming and "-" in config.data.path:
+                raise UsageError(
+                    "--data.streaming reads standard input once, and every process reads the text.\n"
+                    "Train in one process, or leave out --data.streaming."
+                )
+            device = _device(config.train.device, ranks)
+        _refuse_shared(device, ranks)
+        with _threads(saved["plan"]["threads"] if saved else None), ExitStack() as held:
+            data = self._open_data()
+            precision = saved["plan"]["precision"] if saved else _precision(config.train.precision, device)
+            precision = ranks.of_first(precision)
+            with ranks.agreed():
+                model = self._prepare(data, precision, device)
+            with ranks.agreed():
+                if ranks.first:
+                    self.directory = self.directory or _make_directory(config, data.corpus_name)
+                    held.enter_context(_sole_writer(self.directory))
+            directory = Path(ranks.of_first(str(self.directory)))
+            return self._train(data, model, precision, device, directory)
 
-    def _run(self, device: torch.device) -> Run:
-        config, saved = self.config, self.saved
-        data = self._open_data()
+    def _prepare(self, data: TextDataModule, precision: str, device: torch.device) -> Network:
+        """The model, if there is memory to train it, and how its gradient is cut and measured."""
+        config, ranks = self.config, self.ranks
         corpus, batches = data.corpus, data.train_dataloader()
         assert corpus is not None
+        _check_rows(batches.batch_size, config, ranks.world)
         self.truncation = resolve(config.train, batches.sequence_length, batches.longest)
-        memory.check_weights(config, len(data.vocabulary), device)
+        memory.check_weights(config, len(data.vocabulary), device, ranks.local_world)
         torch.manual_seed(config.seed)
         model = make_model(len(data.vocabulary), config.model).to(device)
-        precision = saved["plan"]["precision"] if saved else _precision(config.train.precision, device)
         model.compute_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
         self.probe_shape, self.probe_note = self._probe_shape(corpus)
-        shape = batches.batch_size, batches.sequence_length, batches.longest
+        shape = batches.batch_size // ranks.world, batches.sequence_length, batches.longest
         if batches.resets:
             check_resets(model)
         self.need = memory.needed(model, config.train, self.truncation, *shape, self.probe_shape, resets=batches.resets)
-        memory.check(self.need, config, self.truncation, batches, self.probe_shape, device)
-        if self.directory is None:
-            self.directory = _make_directory(config, data.corpus_name)
-        with _sole_writer(self.directory):
-            return self._train(data, model, precision, device, self.directory)
+        memory.check(self.need, config, self.truncation, batches, self.probe_shape, device, ranks.local_world)
+        return model
 
     def _train(
         self, data: TextDataModule, model: Network, precision: str, device: torch.device, directory: Path
     ) -> Run:
         config, saved, corpus, batches = self.config, self.saved, data.corpus, data.train_dataloader()
         assert corpus is not None
-        shape = batches.batch_size, batches.sequence_length, batches.longest
+        ranks, self.directory = self.ranks, directory
+        shape = batches.batch_size // ranks.world, batches.sequence_length, batches.longest
         self.extras: dict[str, Any] = {
             "version": checkpoint.VERSION,
             "config": config.as_dict(),
@@ -219,6 +258,7 @@ class _Assembly:
                 "sequence_length": batches.sequence_length,
                 "bptt": self.truncation.mode,
                 "truncation_length": self.truncation.length,
+                "processes": ranks.world,
             },
             "parameters": sum(p.numel() for p in model.parameters()),
             "versions": {name: version(name) for name in ("lmapp", "torch", "lightning", "tokenizers", "wandb")},
@@ -228,23 +268,24 @@ class _Assembly:
         if saved and self.replan:
             module.new_total = self._new_total(saved["progress"], len(batches))
         records = Records(directory)
-        if saved:
+        if saved and ranks.first:
             self._take_up(saved, records)
         probe = self._probe(corpus, records)
         self._describe(data, module)
-        wandb_run, written = self._open_wandb(data.corpus_name)
-        loggers: list[Any] = [LocalLogger(records)]
+        wandb_run, written = self._open_wandb(data.corpus_name) if ranks.first else (None, set())
+        loggers: list[Any] = [LocalLogger(records)] if ranks.first else []
         if wandb_run is not None:
             self.extras["wandb_id"] = wandb_run.id
             loggers.append(wandb_runs.RunLogger(wandb_run, written))
         signals = _Signals(module, self._say)
         trainer = lightning.Trainer(
             accelerator="gpu" if device.type == "cuda" else "cpu",
-            devices=1,
+            devices=1 if device.index is None else [device.index],
             max_epochs=-1,
             logger=loggers,
             callbacks=[signals, *self._callbacks(data, records, probe)],
-            plugins=[SafeCheckpointIO()],
+            # To Lightning each process is alone.
+            plugins=[SafeCheckpointIO(ranks.first), LightningEnvironment()],
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -269,8 +310,8 @@ class _Assembly:
         steps = len(data.train_dataloader())
         if isinstance(model, InfillModel):
             starts = data.vocabulary.starts_character
-            return InfillModule(model, self.config, self.truncation, steps, self.extras, starts)
-        return LanguageModule(model, self.config, self.truncation, steps, self.extras)
+            return InfillModule(model, self.config, self.truncation, steps, self.extras, starts, self.ranks)
+        return LanguageModule(model, self.config, self.truncation, steps, self.extras, self.ranks)
 
     def _take_up(self, saved: Mapping[str, Any], records: Records) -> None:
         """Bring a resumed run's files back to its checkpoint, and say where it will not be bit for bit the same."""
@@ -279,7 +320,7 @@ class _Assembly:
         _write_config(records.directory, self.config)
         now, then = self.extras, saved
         # Which processor there is decides how the products of a CPU are computed, and their last bits.
-        plan_names = ("device", "kernels", "cpu") if now["plan"]["device"] == "cpu" else ("device", "kernels")
+        plan_names = ["processes", "device", "kernels", *(["cpu"] if now["plan"]["device"] == "cpu" else [])]
         changed = [
             f"{name} {then[part][name]} is {now[part][name]} now"
             for part, names in (("plan", plan_names), ("versions", ("lmapp", "torch")))
@@ -316,10 +357,19 @@ class _Assembly:
             data = TextDataModule(
                 self.config.data, progress=progress, say=self._say, seed=self.config.seed, whole_rows=whole_rows
             )
-            if self.saved:
-                data.setup_from(self.saved["corpus"])
-            else:
-                data.setup()
+            ranks = self.ranks
+            with ranks.agreed():
+                if ranks.first and self.saved:
+                    data.setup_from(self.saved["corpus"])
+                elif ranks.first:
+                    data.setup()
+            corpus = data.corpus
+            known = ranks.of_first(corpus and {"key": corpus.directory.name, "fingerprint": corpus.fingerprint})
+            # Now it is in the cache. A machine that does not share that one encodes the text once, too.
+            for turn in (0, 1):
+                with ranks.agreed():
+                    if not ranks.first and turn == min(ranks.local_rank, 1):
+                        data.setup_from(known)
         return data
 
     def _new_total(self, progress: Mapping[str, Any], steps_per_epoch: int) -> int | None:
@@ -367,7 +417,10 @@ class _Assembly:
         return DecayProbe(windows, shape, self.config.gradients.every_steps, records)
 
     def _callbacks(self, data: TextDataModule, records: Records, probe: DecayProbe | None) -> list[lightning.Callback]:
-        """In the order of a step's end: events, figures, validation, decay, sample, display, logging and saving."""
+        """In the order of a step's end: events, figures, validation, decay, sample, display, logging and saving.
+
+        Only validation and saving are the work of all processes.
+        """
         config, corpus = self.config, data.corpus
         assert corpus is not None and self.directory is not None
         train = config.train
@@ -385,9 +438,9 @@ class _Assembly:
             rows = config.data.batch_size
             starts = corpus.starts["validation"] if config.data.reset_state else None
             callbacks.append(
-                InfillValidation(corpus.validation, vocabulary, rows, every, **masking)
+                InfillValidation(corpus.validation, vocabulary, rows, every, **masking, ranks=self.ranks)
                 if masking
-                else Validation(corpus.validation, vocabulary, rows, every, starts=starts)
+                else Validation(corpus.validation, vocabulary, rows, every, starts=starts, ranks=self.ranks)
             )
         if probe is not None:
             callbacks.append(probe)
@@ -407,7 +460,7 @@ class _Assembly:
                 validates=validates,
             )
         )
-        return callbacks
+        return callbacks if self.ranks.first else [c for c in callbacks if isinstance(c, Validation | EndOfStep)]
 
     def _open_wandb(self, corpus_name: str) -> tuple[Any, set[int]]:
         """The W&B run and the steps it already holds; (None, …) when disabled."""
@@ -423,7 +476,7 @@ class _Assembly:
             group=settings.group,
             tags=[self.config.model.label, corpus_name, *settings.tags],
             name=self.directory.name,
-            config={**self.config.as_dict(), "parameters": self.extras["parameters"], **self.extras["plan"]},
+            config={**_shown(self.config), "parameters": self.extras["parameters"], **self.extras["plan"]},
             run_id=self.extras["wandb_id"],
             say=self._say,
         )
@@ -514,6 +567,14 @@ def _name(directory: Path, config: Config) -> str:
     )
 
 
+def _shown(config: Config) -> dict[str, Any]:
+    """The configuration for others to see: without the passwords of addresses."""
+    options = config.as_dict()
+    for name in ("path", "val_path", "test_path"):
+        options["data"][name] = list(map(without_password, options["data"][name]))
+    return options
+
+
 def _flat(summary: Mapping[str, Any]) -> dict[str, Any]:
     """The summary for W&B's table: one level, one sortable column a figure."""
     flat: dict[str, Any] = {}
@@ -525,11 +586,49 @@ def _flat(summary: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _device(wanted: str) -> torch.device:
+def _device(wanted: str, ranks: Ranks) -> torch.device:
+    """The CPU or a GPU: of several processes each has its own."""
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise UsageError("--train.device is cuda, but no CUDA device can be used here. Try --train.device cpu.")
-    return torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and available) else "cpu")
+    if wanted == "cpu" or not available:
+        return torch.device("cpu")
+    if ranks.world == 1:
+        return torch.device("cuda")
+    # Where each process is shown but its own GPU, that has number 0.
+    device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _refuse_shared(device: torch.device, ranks: Ranks) -> None:
+    """Refuse two processes on one GPU: what they tell each other goes from one GPU to another.
+
+    Raises:
+        UsageError: there are more processes than GPUs.
+    """
+    if device.type == "cuda" and ranks.world > 1:
+        used = ranks.gather((socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)))
+        if len(set(used)) < ranks.world:
+            raise UsageError(
+                "There are more processes than GPUs: start one for each GPU of a machine, or set --train.device cpu."
+            )
+
+
+def _check_rows(rows: int, config: Config, processes: int) -> None:
+    """Refuse rows that cannot be shared out evenly.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    if rows % processes == 0:
+        return
+    fewer = rows // processes * processes
+    which = [str(fewer)] if fewer else []
+    if rows == config.data.batch_size:  # not the most that the text allows
+        which.append(str(fewer + processes))
+    way = f"Set --data.batch-size {' or '.join(which)}." if which else "Use more text, or fewer processes."
+    raise UsageError(f"{count(rows, 'row')} cannot be divided evenly among {processes} processes.\n{way}")
 
 
 @contextmanager

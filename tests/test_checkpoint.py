@@ -45,6 +45,7 @@ def content(fill: float = 1.0, size: int = 40) -> dict[str, Any]:
             "plan": {
                 "precision": "fp32",
                 "threads": 1,
+                "processes": 1,
                 "sequence_length": 64,
                 "truncation_length": 64,
                 "kernels": ["scan"],

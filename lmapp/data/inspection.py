@@ -20,6 +20,7 @@ from lmapp.config import DataConfig
 from lmapp.data import sources
 from lmapp.data.datamodule import Progress, TextDataModule
 from lmapp.data.encoded import SPLITS
+from lmapp.data.http import without_password
 from lmapp.data.passages import LENGTH, shared
 from lmapp.data.sources import Source
 from lmapp.data.statistics import Place, Spot, Statistics
@@ -568,7 +569,9 @@ def _unmangled(text: str) -> str:
 
 def _source(config: DataConfig) -> str:
     if config.path:
-        return ", ".join(config.path[:3]) + (f" … ({len(config.path):,} names)" if len(config.path) > 3 else "")
+        return ", ".join(map(without_password, config.path[:3])) + (
+            f" … ({len(config.path):,} names)" if len(config.path) > 3 else ""
+        )
     return f"{config.corpus} (a named corpus)" if config.hub is None else f"{config.hub} on the hub, {config.hub_split}"
 
 

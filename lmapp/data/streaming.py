@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmapp.data import sources
-from lmapp.data.formats import Record
 from lmapp.data.batches import Batch, RowBatches
 from lmapp.data.draft import smallest_dtype
+from lmapp.data.formats import Record
 from lmapp.data.sources import Source
 from lmapp.data.text import Reading, TextPolicy
 from lmapp.errors import LmappError

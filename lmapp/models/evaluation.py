@@ -70,6 +70,7 @@ def evaluate(
     warm_up: int = 512,
     chunk: int = 256,
     starts: np.ndarray | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> Score:
     """Read a text with carried state and score each of its characters but the first, once.
 
@@ -87,6 +88,7 @@ def evaluate(
         warm_up: ids a row reads before it is scored.
         chunk: characters read in one call of the model.
         starts: (M,) int64, in order, the ids that are read from the initial state again, as they begin a record.
+        share: (r, P): only rows r, r + P, r + 2P, … are read, whose scores for all r < P add up to the text's.
 
     Raises:
         LmappError: fewer than two ids: nothing is predicted.
@@ -99,18 +101,20 @@ def evaluate(
     shares = np.full(rows, (count - 1) // rows)
     shares[: (count - 1) % rows] += 1
     firsts = np.concatenate(([0], np.cumsum(shares)[:-1]))  # each row's first input
+    shares, firsts = shares[share[0] :: share[1]], firsts[share[0] :: share[1]]
     tally = _Tally(model.initial_state(1)[0][0].device, starts_character, symbol_bytes)
+    if len(shares) == 0:
+        return tally.score()
     with evaluating(model):
-        states = model.initial_state(rows)
-        if rows > 1 and warm_up:
-            warm = model.initial_state(rows - 1)
+        states = model.initial_state(len(shares))
+        begun = firsts[firsts > 0]
+        if len(begun) and warm_up:
+            warm = model.initial_state(len(begun))
             for start in range(0, warm_up, chunk):
                 offsets = np.arange(start, min(start + chunk, warm_up)) - warm_up
-                _, warm = _read(
-                    model, tally.tensor(ids[firsts[1:, None] + offsets]), warm, starts, firsts[1:] + offsets[0]
-                )
+                _, warm = _read(model, tally.tensor(ids[begun[:, None] + offsets]), warm, starts, begun + offsets[0])
             states = tuple(
-                type(cold)(*(torch.cat((c[:1], w)) for c, w in zip(cold, state, strict=True)))
+                type(cold)(*(torch.cat((c[: -len(begun)], w)) for c, w in zip(cold, state, strict=True)))
                 for cold, state in zip(states, warm, strict=True)
             )
         for start in range(0, int(shares[0]), chunk):
@@ -159,6 +163,7 @@ def evaluate_infill(
     window: int,
     batch_size: int = 64,
     seed: int = 0,
+    share: tuple[int, int] = (0, 1),
 ) -> Score:
     """Restore masked characters of a text and score each of them, once.
 
@@ -176,6 +181,7 @@ def evaluate_infill(
         window: ids read at a time.
         batch_size: windows read at once; they do not depend on each other.
         seed: of the mask.
+        share: (r, P): only every P-th batch of windows is read, from the r-th on; the scores for all r < P add up.
 
     Raises:
         LmappError: there is no text.
@@ -187,10 +193,12 @@ def evaluate_infill(
     drawn = np.empty(0, dtype=bool)  # the mask from the next window on, as far as it is drawn
     tally = _Tally(model.head.weight.device, starts_character, symbol_bytes)
     with evaluating(model):
-        for places in _windows(len(ids), window, batch_size):
+        for index, places in enumerate(_windows(len(ids), window, batch_size)):
             while len(drawn) < places.size:
                 drawn = np.concatenate((drawn, next(masks)))
             masked, drawn = drawn[: places.size].reshape(places.shape), drawn[places.size :]
+            if index % share[1] != share[0]:
+                continue
             inputs = np.where(masked, model.mask_symbol, ids[places].astype(np.int64))
             tally.add(model(tally.tensor(inputs)), ids[places], masked)
     return tally.score()

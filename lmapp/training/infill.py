@@ -15,6 +15,7 @@ from lmapp.models import InfillModel
 from lmapp.models.evaluation import losses
 from lmapp.models.infill import choose_masked
 from lmapp.training.module import LanguageModule
+from lmapp.training.processes import Ranks
 
 
 class InfillModule(LanguageModule):
@@ -29,6 +30,7 @@ class InfillModule(LanguageModule):
         steps_per_epoch: batches in one pass over the text.
         extras: as a `LanguageModule` has them.
         starts_character: (V,) whether a symbol starts a character.
+        ranks: this process among those that train together; each masks a share of its own rows' characters.
     """
 
     loss_name: ClassVar[str] = "infill_loss"
@@ -41,19 +43,21 @@ class InfillModule(LanguageModule):
         steps_per_epoch: int,
         extras: dict[str, Any],
         starts_character: np.ndarray,
+        ranks: Ranks = Ranks(),  # noqa: B008
     ) -> None:
-        super().__init__(model, config, truncation, steps_per_epoch, extras)
+        super().__init__(model, config, truncation, steps_per_epoch, extras, ranks)
         self.starts_character: Tensor
         self.register_buffer("starts_character", torch.from_numpy(starts_character), persistent=False)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """J of the batch, in nats per masked character."""
-        tokens = batch.inputs
+        """J of the batch, in nats per masked character: what this process's rows add to it."""
+        tokens = self.ranks.rows(batch.inputs)
         masked = choose_masked(tokens, self.starts_character, self.config.model.mask_fraction)
         logits = self.model(tokens.masked_fill(masked, self.model.mask_symbol))
         targets = tokens.masked_fill(~masked, -1)
         each = losses(logits, targets)
-        self._predicted, self._characters = int((masked & self.starts_character[tokens]).sum()), batch.characters
+        (predicted,) = self.ranks.sum([int((masked & self.starts_character[tokens]).sum())])
+        self._predicted, self._characters = int(predicted), batch.characters
         # Without a character that begins there, as in the middle of one spelt in bytes, nothing is masked.
         loss = each.sum() / max(1, self._predicted)
         self._loss, self._losses = loss.detach(), each.detach()

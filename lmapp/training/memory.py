@@ -189,15 +189,21 @@ class _Peak(TorchDispatchMode):
         self.now -= size
 
 
-def check_weights(config: Config, vocabulary_size: int, device: torch.device) -> None:
+def check_weights(config: Config, vocabulary_size: int, device: torch.device, processes: int = 1) -> None:
     """Refuse a network that cannot fit, before it is made.
+
+    Args:
+        config: the run's configuration.
+        vocabulary_size: V.
+        device: where it is to be.
+        processes: how many on this machine have such a network each.
 
     Raises:
         UsageError: it cannot.
     """
     with torch.device("meta"):
         model = make_model(vocabulary_size, config.model)
-    need, there = weights(model, config.train), available(device)
+    need, there = weights(model, config.train), _for_each(device, processes)
     if there is not None and need > there:
         parameters = sum(p.numel() for p in model.parameters())
         other = "--model.window" if config.model.kind == "window" else "--model.num-layers"
@@ -214,13 +220,23 @@ def check(
     batches: Batches,
     probe: ProbeShape | None,
     device: torch.device,
+    processes: int = 1,
 ) -> None:
     """Refuse what cannot fit before the system starts to kill processes for it.
+
+    Args:
+        need: of a process.
+        config: the run's configuration.
+        truncation: where the gradient is cut.
+        batches: of all processes.
+        probe: how gradient decay is measured, if it is.
+        device: where training is to be.
+        processes: how many on this machine need as much.
 
     Raises:
         UsageError: a step, or a measurement of gradient decay, cannot.
     """
-    there = available(device)
+    there = _for_each(device, processes)
     if there is None or need.total <= there:
         return
     if probe is not None and need.weights + need.step <= there:
@@ -251,6 +267,12 @@ def available(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0]
     found = [size for size in (_system(), *_limits()) if size is not None]
     return min(found, default=None)
+
+
+def _for_each(device: torch.device, processes: int) -> int | None:
+    """Bytes that each process of this machine can have: a GPU is its own, the system's memory is divided."""
+    there = available(device)
+    return there if there is None or device.type == "cuda" else there // processes
 
 
 def _system() -> int | None:

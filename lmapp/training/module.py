@@ -25,6 +25,7 @@ from lmapp.models import Network
 from lmapp.models.evaluation import losses
 from lmapp.training import plan
 from lmapp.training.optimizers import make_optimizer
+from lmapp.training.processes import Ranks
 from lmapp.training.truncation import Carried, cold, read
 
 
@@ -32,8 +33,8 @@ class StepReport(NamedTuple):
     """What one step did.
 
     loss: the mean over the characters `predicted`. losses (B, T): that of each prediction in nats, 0 where nothing is
-    predicted. norm: of the gradient before clipping (its largest entry under clipping by value). kind: "clip",
-    "nonfinite" or None.
+    predicted; of several processes each has those of its own rows, but all of them where `kind` is not None. norm: of
+    the gradient before clipping (its largest entry under clipping by value). kind: "clip", "nonfinite" or None.
     """
 
     loss: float
@@ -80,7 +81,7 @@ class Progress:
 
 
 class LanguageModule(lightning.LightningModule):
-    """Trains a model on batches of characters.
+    """Trains a model on batches of characters: of several processes each on its share of the rows, with one gradient.
 
     Args:
         model: what is trained.
@@ -88,6 +89,7 @@ class LanguageModule(lightning.LightningModule):
         truncation: where the gradient through time is cut.
         steps_per_epoch: batches in one pass over the text.
         extras: what a checkpoint stores beside what the module knows itself (vocabulary, text policy, facts).
+        ranks: this process among those that train together.
     """
 
     loss_name: ClassVar[str] = "loss"
@@ -100,12 +102,14 @@ class LanguageModule(lightning.LightningModule):
         truncation: Truncation,
         steps_per_epoch: int,
         extras: dict[str, Any],
+        ranks: Ranks = Ranks(),  # noqa: B008
     ) -> None:
         super().__init__()
         self.model: Any = model
         self.config = config
         self.truncation = truncation
         self.extras = extras
+        self.ranks = ranks
         self.steps_per_epoch = steps_per_epoch
         self.progress = Progress(total_steps=self._known_total(steps_per_epoch))
         self.figures: dict[str, Any] = {}
@@ -120,6 +124,7 @@ class LanguageModule(lightning.LightningModule):
         """The plan of a resumed run whose limits were changed."""
         self._carried: Carried | None = None
         self._random: dict[str, Any] | None = None
+        self._draws_anew = ranks.world > 1
         self._position: dict[str, int] | None = None
         self._loss, self._losses, self._predicted, self._characters = torch.zeros(()), torch.zeros(()), 0, 0
         self._last = False
@@ -148,11 +153,12 @@ class LanguageModule(lightning.LightningModule):
             group["lr"] = rate
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """J of the batch, in nats per character."""
+        """J of the batch, in nats per character: what this process's rows add to it."""
+        inputs, targets = self.ranks.rows(batch.inputs), self.ranks.rows(batch.targets)
         if batch_idx == 0 or not self.config.train.carry_state or self._carried is None:
-            self._carried = cold(self.model, batch.inputs.shape[0])
-        logits, self._carried = read(self.model, batch.inputs, self._carried, self.truncation, batch.keep)
-        each = losses(logits, batch.targets)
+            self._carried = cold(self.model, inputs.shape[0])
+        logits, self._carried = read(self.model, inputs, self._carried, self.truncation, self.ranks.rows(batch.keep))
+        each = losses(logits, targets)
         # A narrow batch may hold nothing but further bytes of characters.
         loss = each.sum() / max(1, batch.characters)
         self._loss, self._losses = loss.detach(), each.detach()
@@ -169,7 +175,10 @@ class LanguageModule(lightning.LightningModule):
         """Clip once, by our own function, and keep the norm for whoever asks; a non-finite gradient is discarded."""
         train = self.config.train
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.ranks.sum_(gradients)
         norm = float(clipping.global_norm(gradients))
+        # The first process's norm, so that unlike processors cannot disagree on what is done about it.
+        loss, norm = self.ranks.sum([float(self._loss), norm if self.ranks.first else 0.0])
         threshold, factor = train.clip_norm, 1.0
         kind: Literal["clip", "nonfinite"] | None = None
         if not math.isfinite(norm):
@@ -186,9 +195,9 @@ class LanguageModule(lightning.LightningModule):
             kind, factor = "clip", threshold / norm
             clipping.clip_by_norm(gradients, threshold, norm)
         self.report = StepReport(
-            loss=float(self._loss),
+            loss=loss,
             predicted=self._predicted,
-            losses=self._losses,
+            losses=self._losses if kind is None else self.ranks.gather_rows(self._losses),
             norm=norm,
             threshold=threshold,
             factor=factor,
@@ -235,7 +244,7 @@ class LanguageModule(lightning.LightningModule):
         return plan.limit_in_steps(self.config.train, steps_per_epoch)
 
     def _fix_plan(self, elapsed: float) -> None:
-        """Turn a limit in minutes into steps, once, when enough steps have been timed."""
+        """Turn a limit in minutes into steps, once, when enough steps have been timed: by the first process's clock."""
         progress, train = self.progress, self.config.train
         limit_minutes = plan.minutes(train)
         if progress.total_steps is not None or limit_minutes is None:
@@ -248,20 +257,26 @@ class LanguageModule(lightning.LightningModule):
             progress.total_steps = timed if known is None else min(timed, known)
         elif known is not None and progress.step >= known:
             progress.total_steps = known
+        progress.total_steps = self.ranks.of_first(progress.total_steps)
 
     # Saving ---------------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the key `lmapp`: everything beside Lightning's own, as tensors and primitives."""
+        """Add the key `lmapp`: everything beside Lightning's own, as tensors and primitives.
+
+        What is carried is that of all B rows; `random` has one state a process.
+        """
+        whole = self.ranks.gather_rows
+        states, tokens, keep = (None, None, None) if self._carried is None else self._carried
         checkpoint["lmapp"] = {
             **self.extras,
             "progress": asdict(self.progress),
-            "states": None if self._carried is None else [dict(s._asdict()) for s in self._carried.states],
-            "tokens": None if self._carried is None else self._carried.tokens,
-            "keep": None if self._carried is None else self._carried.keep,
+            "states": None if states is None else [{n: whole(t) for n, t in s._asdict().items()} for s in states],
+            "tokens": None if tokens is None else whole(tokens),
+            "keep": None if keep is None else whole(keep),
             "random": {
-                "torch": torch.get_rng_state(),
-                "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+                "torch": whole(torch.get_rng_state()[None]),
+                "cuda": list(whole(torch.cuda.get_rng_state(self.device)[None])) if self.device.type == "cuda" else [],
             },
         }
 
@@ -274,9 +289,14 @@ class LanguageModule(lightning.LightningModule):
             self.progress.total_steps = self.new_total
         if saved["states"] is not None:
             kinds = [type(s) for s in self.model.initial_state(1)]
-            states = tuple(kind(**s) for kind, s in zip(kinds, saved["states"], strict=True))
-            self._carried = Carried(states, saved["tokens"], saved["keep"])
-        self._random = saved["random"]
+            own = self.ranks.rows
+            states = tuple(
+                kind(**{name: own(tensor) for name, tensor in state.items()})
+                for kind, state in zip(kinds, saved["states"], strict=True)
+            )
+            self._carried = Carried(states, own(saved["tokens"]), own(saved["keep"]))
+        self._draws_anew = saved["plan"]["processes"] != self.ranks.world
+        self._random = None if self._draws_anew else saved["random"]
         self._count_epochs(checkpoint["loops"]["fit_loop"])
 
     def _count_epochs(self, loop: dict[str, Any]) -> None:
@@ -299,9 +319,12 @@ class LanguageModule(lightning.LightningModule):
             loader: Any = self.trainer.train_dataloader
             loader.load_state_dict(self._position)
         if self._random is not None:
-            torch.set_rng_state(self._random["torch"])
-            if self._random["cuda"] and torch.cuda.is_available():
-                torch.cuda.set_rng_state_all(self._random["cuda"])
+            # A copy: of a view torch reads the memory before it.
+            torch.set_rng_state(self._random["torch"][self.ranks.rank].clone())
+            if self._random["cuda"] and self.device.type == "cuda":
+                torch.cuda.set_rng_state(self._random["cuda"][self.ranks.rank].clone(), self.device)
+        elif self._draws_anew:
+            torch.manual_seed(self.ranks.seed(self.config.seed, self.progress.step))
         if self._carried is not None:
             states, tokens, keep = self._carried
             states = tuple(type(s)(*(t.to(self.device) for t in s)) for s in states)

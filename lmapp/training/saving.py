@@ -21,11 +21,19 @@ from lmapp.training.module import LanguageModule
 
 
 class SafeCheckpointIO(CheckpointIO):
-    """Lightning's reading and writing of checkpoints by `lmapp.checkpoint`: atomic, and safe from any file."""
+    """Lightning's reading and writing of checkpoints by `lmapp.checkpoint`: atomic, and safe from any file.
+
+    Args:
+        writes: whether this process is the one that writes.
+    """
+
+    def __init__(self, writes: bool = True) -> None:
+        self.writes = writes
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write atomically."""
-        _write(Path(path), checkpoint)
+        if self.writes:
+            _write(Path(path), checkpoint)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Read with safe loading only, onto the CPU."""
@@ -44,7 +52,7 @@ class EndOfStep(lightning.Callback):
 
     Saves last.ckpt after every validation, when the plan is made, every `checkpoint_minutes`, on Ctrl-C and at the end;
     best.ckpt is the last.ckpt of the best validation (of the last save, if there is no validation). A network that is
-    not finite is never saved.
+    not finite is never saved. Several processes save and stop after the same steps; the first one writes.
 
     Args:
         directory: of the checkpoints.
@@ -76,7 +84,7 @@ class EndOfStep(lightning.Callback):
         assert isinstance(pl_module, LanguageModule)
         self._planned = pl_module.progress.total_steps
         self._log(pl_module)
-        self.records.write_summary(self.summary(pl_module))
+        self._write_summary(pl_module)
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -87,16 +95,17 @@ class EndOfStep(lightning.Callback):
         self._log(pl_module)
         if progress.finished:
             progress.state = "finished"
-        elif progress.state == "running" and pl_module.stop_requested:
+        overdue = pl_module.ranks.first and time.monotonic() - self._saved_at >= self.minutes * 60
+        asked, due = pl_module.ranks.sum([pl_module.stop_requested, overdue])
+        if progress.state == "running" and asked:
             progress.state = "interrupted"
         validated = progress.last is not None and progress.last["step"] == progress.step
         planned = progress.total_steps != self._planned
-        overdue = time.monotonic() - self._saved_at >= self.minutes * 60
-        if progress.state in ("finished", "interrupted") or validated or planned or overdue:
+        if progress.state in ("finished", "interrupted") or validated or planned or due:
             self._save(trainer, pl_module)
         if progress.state != "running":
             trainer.should_stop = True
-            self.records.write_summary(self.summary(pl_module))
+            self._write_summary(pl_module)
 
     def _log(self, module: LanguageModule) -> None:
         progress = module.progress
@@ -115,10 +124,15 @@ class EndOfStep(lightning.Callback):
             return
         module.extras["records"] = self.records.sizes()
         last = self.directory / checkpoint.LAST
-        trainer.save_checkpoint(last)
-        if not self.validates or (progress.best is not None and progress.best["step"] == progress.step):
+        trainer.save_checkpoint(last)  # by all processes, for each has a part of what is carried
+        best = not self.validates or (progress.best is not None and progress.best["step"] == progress.step)
+        if best and module.ranks.first:
             keep_as_best(last)
-        self.records.write_summary(self.summary(module))
+        self._write_summary(module)
+
+    def _write_summary(self, module: LanguageModule) -> None:
+        if module.ranks.first:
+            self.records.write_summary(self.summary(module))
 
 
 def keep_as_best(last: Path) -> None:

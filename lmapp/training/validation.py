@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import lightning
 import numpy as np
 
-from lmapp.models.evaluation import evaluate, evaluate_infill
+from lmapp.models.evaluation import Score, evaluate, evaluate_infill
 from lmapp.training.module import LanguageModule
+from lmapp.training.processes import Ranks
 from lmapp.vocabulary import Vocabulary
 
 
@@ -22,6 +23,7 @@ class Validation(lightning.Callback):
         batch_size: B; the rows the split is read in, at most.
         every_steps: 0 for only at the end.
         starts: as `evaluate` takes them.
+        ranks: this process among those that train together; each reads its share.
     """
 
     loss_name: ClassVar[str] = "val/loss"
@@ -35,12 +37,14 @@ class Validation(lightning.Callback):
         every_steps: int,
         *,
         starts: np.ndarray | None = None,
+        ranks: Ranks = Ranks(),  # noqa: B008
     ) -> None:
         self.ids = ids
         self.vocabulary = vocabulary
         self.batch_size = batch_size
         self.every_steps = every_steps
         self.starts = starts
+        self.ranks = ranks
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -59,13 +63,16 @@ class Validation(lightning.Callback):
 
     def figures(self, model: Any) -> dict[str, float]:
         """What is measured of the model now, by its logged names."""
-        score = evaluate(
-            model,
-            self.ids,
-            self.vocabulary.starts_character,
-            self.vocabulary.symbol_bytes,
-            batch_size=self.batch_size,
-            starts=self.starts,
+        score = self.whole(
+            evaluate(
+                model,
+                self.ids,
+                self.vocabulary.starts_character,
+                self.vocabulary.symbol_bytes,
+                batch_size=self.batch_size,
+                starts=self.starts,
+                share=(self.ranks.rank, self.ranks.world),
+            )
         )
         return {
             "val/loss": score.loss,
@@ -73,6 +80,11 @@ class Validation(lightning.Callback):
             "val/bits_per_char": score.bits_per_char,
             "val/bits_per_byte": score.bits_per_byte,
         }
+
+    def whole(self, share: Score) -> Score:
+        """The score of the whole split, from each process's share of it."""
+        loss_sum, characters, size = self.ranks.sum([share.loss_sum, share.characters, share.bytes])
+        return Score(loss_sum, int(characters), int(size))
 
 
 class InfillValidation(Validation):
@@ -85,6 +97,7 @@ class InfillValidation(Validation):
         every_steps: 0 for only at the end.
         mask_fraction: share of the characters to restore.
         window: T, as in training.
+        ranks: this process among those that train together; each reads its share.
     """
 
     loss_name = "val/infill_loss"
@@ -98,20 +111,24 @@ class InfillValidation(Validation):
         *,
         mask_fraction: float,
         window: int,
+        ranks: Ranks = Ranks(),  # noqa: B008
     ) -> None:
-        super().__init__(ids, vocabulary, batch_size, every_steps)
+        super().__init__(ids, vocabulary, batch_size, every_steps, ranks=ranks)
         self.mask_fraction = mask_fraction
         self.window = window
 
     def figures(self, model: Any) -> dict[str, float]:
         """What is measured of the model now, by its logged name: no perplexity, for it is none."""
-        score = evaluate_infill(
-            model,
-            self.ids,
-            self.vocabulary.starts_character,
-            self.vocabulary.symbol_bytes,
-            mask_fraction=self.mask_fraction,
-            window=self.window,
-            batch_size=self.batch_size,
+        score = self.whole(
+            evaluate_infill(
+                model,
+                self.ids,
+                self.vocabulary.starts_character,
+                self.vocabulary.symbol_bytes,
+                mask_fraction=self.mask_fraction,
+                window=self.window,
+                batch_size=self.batch_size,
+                share=(self.ranks.rank, self.ranks.world),
+            )
         )
         return {self.loss_name: score.loss}
