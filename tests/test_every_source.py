@@ -175,3 +175,18 @@ def test_as_a_stream(text: str, kind: str, address: str, monkeypatch: pytest.Mon
     stream = {"streaming": True, "stream_steps": 7}
     runs = [lmapp.train(config(str(n), d | stream), quiet=True) for n, d in enumerate([data, {"path": "plain.txt"}])]
     assert figures(runs[0].path) == figures(runs[1].path)
+
+
+def test_a_password_is_told_nobody(
+    text: str, address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _file("a.txt")(text)
+    made = config("run", {"path": address.replace("//", "//me:secret@") + "/a.txt"})
+    made["logging"]["wandb"] = "offline"
+    run = lmapp.train(made).path
+    said = capsys.readouterr()
+    assert address.partition("//")[2] in said.out
+    assert "secret" not in said.out + said.err
+    holding = {file.name for file in run.rglob("*") if file.is_file() and b"secret" in file.read_bytes()}
+    assert holding <= {"config.yaml", "last.ckpt", "best.ckpt"}  # to go on with
+    assert list(run.glob("wandb/**/*.wandb"))
