@@ -199,6 +199,8 @@ def corpus(
     if paths:
         given["data"]["path"] = [*paths, *given["data"].get("path", [])]
     _check_one_text(given)
+    if {"val_path", "test_path"} & given["data"].keys() and not {"path", "corpus", "hub"} & given["data"].keys():
+        raise UsageError("Name the text before the options: lmapp corpus PATH --data.val-path FILE")
     config = configuration.build(given).data
     from rich.console import Console
 
@@ -292,7 +294,7 @@ def evaluate(
     *,
     path: DataPath = None,
     corpus: Corpus = None,
-    split: Literal["train", "validation", "test"] = "validation",
+    split: Literal["train", "validation", "test"] | None = None,
     encoding: Encoding = None,
     column: Column = None,
     import_: Imports = None,
@@ -304,7 +306,7 @@ def evaluate(
 
     Args:
         checkpoint: A file, a run's directory or a run's name.
-        split: Of the run's own text.
+        split: Of the run's own text, by default validation.
     """
     _import(import_)
     from lmapp.inference import load
@@ -480,7 +482,8 @@ def _print_json(document: Any) -> None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    if os.environ.get("RANK", "0") == "0":  # of the processes that torchrun starts the first one speaks
+    # Of the processes that torchrun or srun starts the first one speaks.
+    if os.environ.get("RANK" if "TORCHELASTIC_RUN_ID" in os.environ else "SLURM_PROCID", "0") == "0":
         print(message, file=sys.stderr)
     raise SystemExit(code)
 

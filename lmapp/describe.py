@@ -77,7 +77,8 @@ def text(console: rich.console.Console, config: Config, facts: Mapping[str, Any]
     if data.streaming:
         line(console, "corpus", f"{source}: read as a stream")
     else:
-        line(console, "corpus", f"{source}: {facts['characters']:,} characters in {files}")
+        added = ", separate validation and test data among them" if data.val_path or data.test_path else ""
+        line(console, "corpus", f"{source}: {facts['characters']:,} characters in {files}{added}")
     line(console, "text", _policy(data, facts))
     for problem in _text_problems(data, facts):
         note(console, problem)
@@ -112,7 +113,7 @@ def _policy(data: DataConfig, facts: Mapping[str, Any]) -> str:
     if data.lowercase:
         words.append("lower case")
     if data.reset_state:
-        words.append("state reset at every record")
+        words.append("state reset at every record" if facts["records"] > 1 else "one record, so no state is reset")
     return ", ".join(words)
 
 
@@ -130,18 +131,25 @@ def _alphabet(data: DataConfig, facts: Mapping[str, Any]) -> str:
         return f"256 bytes, of which {facts['alphabet']:,} occur in the training text"
     given = "" if data.alphabet == "characters" else f", given by {data.alphabet}"
     if data.streaming and not given:
-        given = f" in the first {facts['characters']:,} of the stream"
+        given = f" in the first {facts['train_characters']:,} of the stream"
     fallback = " and 256 byte symbols, so that any text can be written" if facts["byte_fallback"] else ""
     return f"{count(facts['alphabet'], 'character')}{given}{fallback}"
 
 
 def _alphabet_problems(data: DataConfig, facts: Mapping[str, Any]) -> Iterator[str]:
+    unseen = sum(facts[f"unseen_{split}"] for split in ("train", "validation", "test"))
+    if data.alphabet != "characters":
+        if unseen:
+            yield (
+                f"{count(unseen, 'character')} ({len(facts['unseen'])} distinct) are without a symbol in "
+                f"{data.alphabet} and are written as bytes."
+            )
+        return
     if facts["rare"]:
         yield (
-            f"{count(len(facts['rare']), 'character')} {'without a symbol' if data.min_count == 1 else 'too rare'} "
-            f"({facts['rare_train']:,} times in the training text) written as bytes."
+            f"{count(len(facts['rare']), 'character')} of the training text are too rare for a symbol "
+            f"(--data.min-count {data.min_count}): they are written as bytes, {count(facts['rare_train'], 'time')}."
         )
-    unseen = facts["unseen_validation"] + facts["unseen_test"]
     if unseen:
         yield (
             f"{count(unseen, 'character')} of validation and test ({len(facts['unseen'])} distinct) never occur in the "
@@ -156,7 +164,8 @@ def _splits(data: DataConfig, facts: Mapping[str, Any]) -> str:
     else:
         how = "the last tenth" if data.val_fraction is None else f"a share of {data.val_fraction:g}"
         how += ", at most 1,000,000" if facts["validation_capped"] else ""
-        how += "" if data.split_at == "character" else f", from the start of a {data.split_at}"
+        if data.split_at != "character":
+            how = f"from the start of a {data.split_at}"
         words.append(f"validation {facts['validation_characters']:,} ({_named(data.val_path) or how})")
     if facts["test_characters"]:
         given = f" ({_named(data.test_path)})" if data.test_path else ""

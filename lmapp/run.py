@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -478,6 +479,7 @@ class _Assembly:
             name=self.directory.name,
             config={**_shown(self.config), "parameters": self.extras["parameters"], **self.extras["plan"]},
             run_id=self.extras["wandb_id"],
+            secret=any(without_password(word) != word for word in sys.argv),
             say=self._say,
         )
         if run is None or not self.saved:

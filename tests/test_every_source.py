@@ -183,6 +183,7 @@ def test_a_password_is_told_nobody(
     _file("a.txt")(text)
     made = config("run", {"path": address.replace("//", "//me:secret@") + "/a.txt"})
     made["logging"]["wandb"] = "offline"
+    monkeypatch.setattr("sys.argv", ["lmapp", "train", "--data.path", made["data"]["path"]])
     run = lmapp.train(made).path
     said = capsys.readouterr()
     assert address.partition("//")[2] in said.out

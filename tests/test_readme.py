@@ -100,7 +100,8 @@ def test_every_config_trains(config: Path, place: Path) -> None:
     lines = config.read_text(encoding="utf-8").splitlines()
     assert len(lines) < 40
     command = shlex.split(lines[0].removeprefix("#"))
-    assert command == ["lmapp", "train", f"configs/{config.name}"]
+    text = ["--data.path", "my.txt"] if config.name.startswith("recipe_") else []
+    assert command == ["lmapp", "train", f"configs/{config.name}", *text]
     import lmapp
     from lmapp.config import build, merge, read_yaml
 

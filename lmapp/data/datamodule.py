@@ -107,9 +107,10 @@ class TextDataModule(lightning.LightningDataModule):
         try:
             corpus = cached or self._encode(self.texts())
         except LmappError as error:
-            raise LmappError(
-                f"{error}\nStart it in the directory the run was started in, or name its --data.cache-dir."
-            ) from error
+            piped = "-" in (*self.config.path, *self.config.val_path, *self.config.test_path)
+            way = "Pipe the same text in again" if piped else "Start it in the directory the run was started in"
+            lines = [*str(error).splitlines()[:2], f"{way}, or name its --data.cache-dir."]
+            raise type(error)("\n".join(lines)) from error
         if corpus.fingerprint != saved["fingerprint"]:
             raise LmappError(
                 "The text is not the one this run was trained on: it was changed since.\n"
@@ -132,8 +133,9 @@ class TextDataModule(lightning.LightningDataModule):
                 separator=config.separator,
                 column=config.column,
                 seed=self.seed if config.shuffle_files else None,
+                say=self.say,
             )
-            text = [Sample(self._stream.head(config.alphabet_from))]
+            text = [Sample(*self._stream.head(config.alphabet_from))]
             fallback = fallback is not False
         return encoded.encode(
             text,

@@ -350,7 +350,7 @@ class HubDataset(Source):
                 held.enter_context(_set(datasets.config, f"STREAMING_{name}", value))
             # Both ask servers for what is of no use here, and wait for the answer.
             held.enter_context(_set(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False))
-            held.enter_context(_set(constants, "HF_HUB_DISABLE_TELEMETRY", True))
+            constants.HF_HUB_DISABLE_TELEMETRY = True  # for good: threads that read ahead outlive this
             for bars, wish in (
                 (datasets, datasets.config.HF_DATASETS_DISABLE_PROGRESS_BARS),
                 (utils, constants.HF_HUB_DISABLE_PROGRESS_BARS),

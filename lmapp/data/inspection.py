@@ -225,6 +225,8 @@ class Inspection:
             words.append(count(self.reading.records, "record"))
         if self.bytes_on_disk[0] is not None:
             words.append(_bytes(self.bytes_on_disk[0]))
+        if self.config.val_path or self.config.test_path:
+            words.append("separate validation and test data among them")
         return ", ".join(words)
 
     def _encoding(self) -> str:
@@ -369,7 +371,8 @@ def inspect(
         corpus, batches = module.corpus, module.batches
         findings = list(_findings(reading, found))
         if corpus is not None:
-            findings += _findings_between(found, corpus.facts, {split: getattr(corpus, split) for split in SPLITS})
+            splits = {split: getattr(corpus, split) for split in SPLITS}
+            findings += _findings_between(found, corpus.facts, splits, config.alphabet not in ("characters", "bytes"))
             disk = sum(path.stat().st_size for path in corpus.directory.iterdir())
         sizes_of_sample = {name: compressed.result() for name, compressed in compressing.items()}
     characters = found.sample_characters  # none, in bytes that no character begins with
@@ -539,14 +542,16 @@ def _findings_in_characters(reading: Reading, found: Statistics) -> Iterator[Fin
 
 
 def _findings_between(
-    found: Statistics, facts: Mapping[str, Any], ids: Mapping[str, NDArray[np.unsignedinteger]]
+    found: Statistics, facts: Mapping[str, Any], ids: Mapping[str, NDArray[np.unsignedinteger]], given: bool
 ) -> Iterator[Finding]:
-    """What can be seen of a split beside the training split."""
-    times = facts["unseen_validation"] + facts["unseen_test"]
+    """What can be seen of a split beside the training split, and of characters beside the alphabet."""
+    times = sum(facts[f"unseen_{split}"] for split in SPLITS)
     if times:
         points = np.array([ord(character) for character in facts["unseen"]])
         names = _listed((_label(point, found) for point in points[:_SHOWN_RARE].tolist()), len(points))
         message = f"Not in the training text, yet in validation or test: {count(times, 'character')} ({names})"
+        if given:
+            message = f"Without a symbol in the alphabet that is given: {count(times, 'character')} ({names})"
         yield Finding("unseen", message, times, _place(found, found.first_of(points)))
     for split in SPLITS[1:]:
         share = shared(ids[split], ids["train"])

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import unicodedata
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -208,6 +209,8 @@ def fingerprint(sources: Sequence[Source], policy: TextPolicy, separator: str | 
         UsageError: at an unknown encoding.
     """
     options = asdict(policy) | {"encoding": codec(policy.encoding)}
+    if policy.lowercase or policy.normalization != "none":
+        options["unicode"] = unicodedata.unidata_version
     rows = not all(source.is_one_text for source in sources)
     separator = separator if rows or len(sources) > 1 else None
     parts = [options, separator, column if rows else None, *(source.identity() for source in sources)]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from lmapp.data.formats import Record
 from lmapp.data.sources import Source
 from lmapp.data.text import Reading, TextPolicy
 from lmapp.errors import LmappError
+from lmapp.units import count
 from lmapp.vocabulary import UnknownCharacterError, Vocabulary, code_points, describe, utf8_lengths
 
 
@@ -37,6 +39,7 @@ class Stream:
         separator: What stands between two records (`sources.stream`).
         column: The field of a row that holds its text.
         seed: Of the order in which files are read, another one in each pass; None: as they are given.
+        say: Told in a line of bytes that could not be decoded: when there are any, and how many in a whole pass.
     """
 
     def __init__(
@@ -47,25 +50,29 @@ class Stream:
         separator: str | None,
         column: str,
         seed: int | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.policy = policy
+        self.say = say
         self.once = any(source.once for source in text)
         self._text = text
         self._options: dict[str, Any] = {"policy": policy, "separator": separator, "column": column}
         self._seed = seed
         self._begun: tuple[str, Iterator[str], Reading] | None = None
 
-    def head(self, characters: int) -> str:
-        """Its first so many characters, or all there are; nothing of it is lost by that."""
+    def head(self, characters: int) -> tuple[str, Reading]:
+        """Its first so many characters, or all there are, and what was found on the way; nothing is lost by that."""
         reading = Reading()
         rest = sources.stream(self._in_order(0), reading=reading, **self._options)
         pieces: list[str] = []
-        while sum(map(len, pieces)) < characters and (piece := next(rest, "")):
+        size = 0
+        while size < characters and (piece := next(rest, "")):
             pieces.append(piece)
+            size += len(piece)
         head = "".join(pieces)
         if self.once:
             self._begun = head, rest, reading
-        return head[:characters]
+        return head[:characters], replace(reading)
 
     def read(self, number: int) -> tuple[Iterator[str], Reading]:
         """The text of a pass over it, counted from 0, in pieces, and what is known of them."""
@@ -88,8 +95,9 @@ class Sample(Source):
     name = "The beginning of the stream"
     is_one_text = True
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, found: Reading) -> None:
         self.text = text
+        self.found = found  # when it was read
 
     def size(self) -> None:
         """Not known."""
@@ -105,6 +113,8 @@ class Sample(Source):
 
     def records(self, policy: TextPolicy, column: str, reading: Reading) -> Iterator[Record]:
         """One record."""
+        for what in ("boms", "replaced", "skipped", "by_mark", "left_out", "left_out_count"):
+            setattr(reading, what, getattr(self.found, what))
         yield self.name, True, iter([self.text] if self.text else [])
 
 
@@ -169,10 +179,10 @@ class StreamBatches:
             self._place = self._symbols.place
             self._window += 1
             self._batch = 0
-        count = self.batch_size * self.longest + 1
-        ids, starts = self._symbols.peek(count + 1)
-        last = len(ids) <= count
-        ids, starts = ids[:count], starts[: np.searchsorted(starts, count)]
+        size = self.batch_size * self.longest + 1
+        ids, starts = self._symbols.peek(size + 1)
+        last = len(ids) <= size
+        ids, starts = ids[:size], starts[: np.searchsorted(starts, size)]
         rows = RowBatches(
             ids,
             batch_size=min(self.batch_size, len(ids) - 1),
@@ -205,6 +215,12 @@ class StreamBatches:
         self._place = _Place(state["pass"], state["symbol"])
         self._symbols = _Symbols(self.stream, self.vocabulary, self._place)
         self._loaded = self._batch % self._steps
+
+
+def _gone(reading: Reading) -> str:
+    if reading.replaced:
+        return f"{count(reading.replaced, 'place')} became U+FFFD"
+    return f"{count(reading.skipped, 'byte')} were left out"
 
 
 def _ended() -> LmappError:
@@ -289,8 +305,12 @@ class _Symbols:
     def _pass(self, number: int) -> Iterator[tuple[NDArray[np.unsignedinteger], NDArray[np.int64]]]:
         """A pass over the stream in blocks: their symbols, and at which of them records begin."""
         pieces, reading = self.stream.read(number)
-        characters = 0
+        characters, lost = 0, 0
         for piece in pieces:
+            if not lost and (lost := reading.replaced + reading.skipped) and number == 0:
+                self.stream.say(
+                    f"The stream holds bytes that are not {self.stream.policy.encoding}; {_gone(reading)} so far."
+                )
             begins = np.array(reading.record_starts, dtype=np.int64) - characters
             del reading.record_starts[:]
             if self.stream.policy.as_bytes:
@@ -299,6 +319,8 @@ class _Symbols:
                 yield self._encoded(piece, begins, characters, reading)
             characters += len(piece)
             del reading.starts[:-1]
+        if lost:
+            self.stream.say(f"A pass over the stream has ended; in it {_gone(reading)}.")
 
     def _encoded(
         self, piece: str, begins: NDArray[np.int64], characters: int, reading: Reading

@@ -83,8 +83,13 @@ def mask_text(text: str, fraction: float, seed: int) -> tuple[str, str]:
     """A text in which that share of the characters is masked, and the mark: the first of _, * and others not in it."""
     tokens, each = torch.zeros(1, len(text), dtype=torch.int64), torch.ones(1, dtype=torch.bool)
     masked = choose_masked(tokens, each, fraction, torch.Generator().manual_seed(seed))[0].tolist()
-    mask = next(mark for mark in chain("_*#", map(chr, count(0x2580))) if mark not in text)
+    mask = _mark_for(text)
     return "".join(mask if hidden else c for c, hidden in zip(text, masked, strict=True)), mask
+
+
+def _mark_for(text: str, wanted: str = "_") -> str:
+    """A character that is not in the text, the wanted one if possible."""
+    return next(mark for mark in chain(wanted, "*#", map(chr, count(0x2580))) if mark not in text)
 
 
 def restore(model: InfillModel, vocabulary: Vocabulary, text: str, *, mask: str = "_", window: int) -> Restoration:
@@ -170,14 +175,19 @@ class Restorer(Trained):
         Raises:
             UsageError: there is no text, no mask in it, a mask that is not one character, or an unknown character.
         """
-        return restore(self.model, self.vocabulary, self.prepared(text), mask=mask, window=self.window)
+        if len(mask) == 1 and mask in text:
+            # Apart, for what is done to a text may make a mask of another character, or the reverse.
+            parts = [self.prepared(part) for part in text.split(mask)]
+            mask = _mark_for("".join(parts), mask)
+            text = mask.join(parts)
+        return restore(self.model, self.vocabulary, text, mask=mask, window=self.window)
 
     def evaluate(
         self,
         paths: Sequence[str] = (),
         *,
         corpus: str | None = None,
-        split: str = "validation",
+        split: str | None = None,
         encoding: str | None = None,
         column: str | None = None,
         cache_dir: str | None = None,
@@ -187,7 +197,7 @@ class Restorer(Trained):
         Args:
             paths: as in training; without any, a named corpus; without that, the run's own validation split.
             corpus: a named corpus, scored whole.
-            split: of the run's own text: train, validation or test.
+            split: of the run's own text: train, validation (the default) or test.
             encoding: of the paths' files; by default as in training.
             column: of rows, that holds the text; by default as in training.
             cache_dir: where encoded text is kept; by default as in the run.
@@ -208,7 +218,7 @@ class Restorer(Trained):
             window=self.window,
             batch_size=self.config.data.batch_size,
         )
-        return InfillEvaluation(text.name, score, share, self.window, self.overlap(corpus, text.fingerprint))
+        return InfillEvaluation(text.name, score, share, self.window, self.overlap(text, paths, corpus))
 
     def generate(self, *arguments: Any, **options: Any) -> NoReturn:
         """What a left-to-right model does.

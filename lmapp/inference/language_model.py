@@ -74,7 +74,7 @@ class LanguageModel(Trained):
             prompt=self.prepared(prompt),
             length=length,
             sampling=sampling,
-            stop=stop,
+            stop=[self.prepared(end) for end in stop],
             seed=seed,
         )
 
@@ -96,7 +96,7 @@ class LanguageModel(Trained):
             prompt=self.prepared(prompt),
             length=length,
             sampling=sampling,
-            stop=stop,
+            stop=[self.prepared(end) for end in stop],
             seed=seed,
         )
 
@@ -128,7 +128,7 @@ class LanguageModel(Trained):
         paths: Sequence[str] = (),
         *,
         corpus: str | None = None,
-        split: str = "validation",
+        split: str | None = None,
         encoding: str | None = None,
         column: str | None = None,
         cache_dir: str | None = None,
@@ -138,7 +138,7 @@ class LanguageModel(Trained):
         Args:
             paths: as in training; without any, a named corpus; without that, the run's own validation split.
             corpus: a named corpus, scored whole.
-            split: of the run's own text: train, validation or test.
+            split: of the run's own text: train, validation (the default) or test.
             encoding: of the paths' files; by default as in training.
             column: of rows, that holds the text; by default as in training.
             cache_dir: where encoded text is kept; by default as in the run.
@@ -153,7 +153,7 @@ class LanguageModel(Trained):
         rows = self.config.data.batch_size
         carried = evaluate(self.model, text.ids, starts, sizes, batch_size=rows, starts=text.starts)
         cold = evaluate_cold(self.model, text.ids, starts, sizes, starts=text.starts)
-        return Evaluation(text.name, carried, cold, self.overlap(corpus, text.fingerprint))
+        return Evaluation(text.name, carried, cold, self.overlap(text, paths, corpus))
 
     def infill(self, text: str, mask: str = "_") -> NoReturn:
         """What an infill model does.

@@ -71,7 +71,7 @@ class Trained:
         paths: Sequence[str] = (),
         *,
         corpus: str | None = None,
-        split: str = "validation",
+        split: str | None = None,
         encoding: str | None = None,
         column: str | None = None,
         cache_dir: str | None = None,
@@ -83,7 +83,7 @@ class Trained:
         Args:
             paths: as in training; without any, a named corpus; without that, a split of the run's own text.
             corpus: a named corpus, whole.
-            split: train, validation or test.
+            split: of the run's own text: train, validation (the default) or test.
             encoding: of the paths' files; by default as in training.
             column: of rows, that holds the text; by default as in training.
             cache_dir: where encoded text is kept; by default as in the run.
@@ -92,7 +92,14 @@ class Trained:
             LmappError: the text is not there, cannot be read, or holds a character the model does not know.
         """
         data = self.config.data
+        if not paths and (encoding or column):
+            raise UsageError(f"--data.{'encoding' if encoding else 'column'} is an option of --data.path.")
+        if encoding and self.policy.as_bytes:
+            raise UsageError("--data.encoding does nothing here: the model reads bytes as they are.")
+        if split and (paths or corpus):
+            raise UsageError("--split is of the run's own text: other texts are read whole.")
         if not paths and not corpus:
+            split = split or "validation"
             cache = Path(cache_dir or data.cache_dir)
             saved = self.saved["corpus"]
             if split not in encoded.SPLITS:
@@ -104,7 +111,12 @@ class Trained:
                 raise LmappError(
                     f"The text this model was trained on is no longer in {cache}.\nName a text: --data.path FILE."
                 )
-            return Text(getattr(kept, split), f"the run's {split} split", None, self._starts(kept, split))
+            name = (
+                "the beginning of the run's stream"
+                if data.streaming and split == "train"
+                else f"the run's {split} split"
+            )
+            return Text(getattr(kept, split), name, None, self._starts(kept, split))
         if paths and corpus:
             raise UsageError("--data.path and --data.corpus exclude each other here: score one text at a time.")
         # Not where the checkpoint says: it may be a stranger's, and this writes.
@@ -124,9 +136,11 @@ class Trained:
     def _starts(self, corpus: EncodedCorpus, split: str) -> np.ndarray | None:
         return corpus.starts[split] if self.config.data.reset_state else None
 
-    def overlap(self, corpus: str | None, fingerprint: str | None) -> str | None:
-        """A warning if a text, a named corpus or one of that fingerprint, is what the model was trained on."""
-        data = self.config.data
+    def overlap(self, text: Text, paths: Sequence[str], corpus: str | None) -> str | None:
+        """A warning if a text, of those paths or a named corpus, is what the model was trained on."""
+        data, fingerprint = self.config.data, text.fingerprint
+        if data.streaming and set(paths) & set(data.path):
+            return "the model was trained on this text: this figure is too good."
         own = None if data.path or data.hub is not None else data.corpus
         if (own and corpus == own) or fingerprint == self.saved["corpus"]["facts"]["text_fingerprint"]:
             return "the model was trained on most of this text: this figure is too good."

@@ -79,9 +79,12 @@ def open_run(
     name: str,
     config: Mapping[str, Any],
     run_id: str | None,
+    secret: bool,
     say: Callable[[str], None],
 ) -> Any:
     """Start (or, with `run_id`, go on with) a W&B run; None when disabled.
+
+    With `secret` it is not told how this process was started, since the command line holds a password.
 
     Without a network an online run becomes an offline one, which is said; nothing waits longer than
     `SECONDS_TO_CONNECT`.
@@ -104,7 +107,12 @@ def open_run(
             config=dict(config),
             job_type="train",
             settings=wandb.Settings(
-                silent=True, console="off", init_timeout=SECONDS_TO_CONNECT, login_timeout=1, x_disable_stats=True
+                silent=True,
+                console="off",
+                init_timeout=SECONDS_TO_CONNECT,
+                login_timeout=1,
+                x_disable_stats=True,
+                x_disable_meta=secret,  # the command line is a part of it
             ),
         )
 

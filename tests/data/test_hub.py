@@ -93,7 +93,6 @@ def settings():
     session = huggingface_hub.utils.get_session()
     return repr([
         sorted((key, value) for key, value in vars(datasets.config).items() if isinstance(value, (int, float, str))),
-        hub_constants.HF_HUB_DISABLE_TELEMETRY,
         [(logging.getLogger(name).handlers, logging.getLogger(name).propagate, logging.getLogger(name).level)
          for name in ("datasets", "huggingface_hub")],
         datasets.are_progress_bars_disabled(), huggingface_hub.utils.are_progress_bars_disabled(), session.event_hooks,

@@ -13,7 +13,7 @@ import torch
 import lmapp
 from lmapp.data.sources import resolve
 from lmapp.data.streaming import Sample, Stream, StreamBatches
-from lmapp.data.text import TextPolicy
+from lmapp.data.text import Reading, TextPolicy
 from lmapp.errors import LmappError, UsageError
 from lmapp.vocabulary import Vocabulary
 
@@ -25,7 +25,7 @@ class Pieces(Sample):
     """A text in pieces of one size."""
 
     def __init__(self, text: str, size: int, name: str = "text", *, once: bool = False) -> None:
-        super().__init__(text)
+        super().__init__(text, Reading())
         self.size_, self.name, self.once = size, name, once
 
     def records(self, policy: Any, column: str, reading: Any) -> Any:
@@ -129,7 +129,7 @@ def test_what_is_read_once_ends_with_its_last_symbol(length: int, head: int) -> 
     text = (TEXT.replace("✓", "") * 3)[:length]
     read = stream(Pieces(text, 4, once=True))
     if head:
-        assert read.head(head) == text[:head]
+        assert read.head(head)[0] == text[:head]
     loader, found, last = batches(read), [], []
     while not any(last):
         ended = window(loader)
@@ -143,8 +143,8 @@ def test_what_is_read_once_ends_with_its_last_symbol(length: int, head: int) -> 
 
 def test_a_head_changes_nothing() -> None:
     read = stream(Pieces(TEXT, 4))
-    assert read.head(10) == TEXT[:10]
-    assert read.head(10_000) == TEXT
+    assert read.head(10)[0] == TEXT[:10]
+    assert read.head(10_000)[0] == TEXT
     assert symbols_of(window(batches(read))) == symbols_of(window(batches(stream(Pieces(TEXT, 4)))))
 
 
@@ -166,6 +166,23 @@ def test_an_unknown_character_is_named(tmp_path: Path) -> None:
     loader = StreamBatches(read, Vocabulary("abc"), batch_size=1, sequence_length=5, steps=4, reset_state=False)
     with pytest.raises(LmappError, match=r"'é' .*is not in the alphabet. It stands in .*a.txt, character 15"):
         window(loader)
+
+
+def test_bytes_that_cannot_be_decoded_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"abc" * 30 + b"\xff" + b"abc" * 30 + b"\xff")
+    said: list[str] = []
+    read = Stream(
+        resolve([str(tmp_path / "a.txt")], cache_dir=tmp_path),
+        policy=TextPolicy(errors="skip"),
+        separator=None,
+        column="text",
+        say=said.append,
+    )
+    loader = batches(read, 2, 9, 4)
+    for _ in range(6):
+        window(loader)
+    assert said[0] == "The stream holds bytes that are not utf-8; 2 bytes were left out so far."
+    assert said[1:] == ["A pass over the stream has ended; in it 2 bytes were left out."] * 2
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------
