@@ -63,7 +63,7 @@ def test_json_is_one_document(corpus: Command) -> None:
     document = json.loads(result.out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert document["characters"] == 30_000
     assert document["batches"]["batch_size"] == 32
-    assert document["findings"] == []
+    assert {finding["kind"] for finding in document["findings"]} <= {"repeated", "validation_in_train"}
 
 
 def test_a_character_that_no_text_may_hold_is_valid_json(corpus: Command) -> None:

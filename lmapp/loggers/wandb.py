@@ -96,7 +96,7 @@ def open_run(
 
     def init(mode: str) -> Any:
         return wandb.init(
-            dir=directory,
+            dir=directory.absolute(),  # W&B's own process may have been started somewhere else
             mode=mode,  # type: ignore[arg-type]
             project=project,
             group=group,
