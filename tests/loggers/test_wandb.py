@@ -121,6 +121,21 @@ def test_finished_offline_run_read_back(tmp_path: Path, real_text: str, capsys: 
     assert {"last/loss", "parameters", "characters", "unigram_bits", "bigram_bits"} <= summary.keys()
 
 
+def test_each_run_has_its_record_whatever_directory_the_first_began_in(
+    tmp_path: Path, real_text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B's own process stays where it was started."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        config = make_config(tmp_path, real_text[:3000], wandb="offline")
+        config["runs_dir"] = "runs"
+        config["train"]["max_steps"] = 2
+        run = lmapp.train(config, quiet=True).path
+        assert not run.is_absolute()
+        assert list((tmp_path / name / run / "wandb").glob("*/*.wandb"))
+
+
 def kill(directory: Path, config: dict[str, Any], plan: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
     """Train, killed as the plan says, by tests/killing.py."""
     (directory / "config.json").write_text(json.dumps(config))
