@@ -317,7 +317,8 @@ class Inspection:
     def _disk(self) -> str:
         text, ids = self.bytes_on_disk
         assert ids is not None
-        return f"{'' if text is None else f'sources {_bytes(text)}, '}ids {_bytes(ids)}, mapped into memory as they are read, in {self.directory}"
+        sources = "" if text is None else f"sources {_bytes(text)}, "
+        return f"{sources}ids {_bytes(ids)}, mapped into memory as they are read, in {self.directory}"
 
 
 def inspect(
