@@ -11,15 +11,13 @@ import lightning
 from lmapp.config import DataConfig
 from lmapp.data import corpora, encoded, sources
 from lmapp.data.batches import RowBatches, fit_shape
-from lmapp.data.encoded import Alphabet, Cut, EncodedCorpus
+from lmapp.data.encoded import Alphabet, Cut, EncodedCorpus, Progress
 from lmapp.data.hub import HubDataset
 from lmapp.data.sources import Source
 from lmapp.data.streaming import Batches, Sample, Stream, StreamBatches
 from lmapp.data.text import policy_of
 from lmapp.errors import LmappError
 from lmapp.vocabulary import Vocabulary, read_vocabulary
-
-Progress = Callable[[int, int | None], None]
 
 
 class TextDataModule(lightning.LightningDataModule):

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from lmapp.config import DataConfig
 from lmapp.data import sources
-from lmapp.data.datamodule import Progress, TextDataModule
-from lmapp.data.encoded import SPLITS
+from lmapp.data.datamodule import TextDataModule
+from lmapp.data.encoded import SPLITS, Progress
 from lmapp.data.http import without_password
 from lmapp.data.passages import LENGTH, shared
 from lmapp.data.sources import Source

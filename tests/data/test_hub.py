@@ -102,7 +102,8 @@ before = settings()
 for line in sys.stdin:
     request = json.loads(line)
     if request is None:
-        reply = {"hosts": sorted(map(str, hosts)), "changed": before != settings()}
+        reports = not hub_constants.HF_HUB_DISABLE_TELEMETRY
+        reply = {"hosts": sorted(map(str, hosts)), "changed": before != settings(), "reports": reports}
     else:
         reply = answer(**request)
     print(json.dumps(reply), flush=True)
@@ -583,7 +584,7 @@ def test_offline(tmp_path: Path) -> None:
     try:
         assert "while HF_HUB_OFFLINE is set.\nUnset it" in reader.fails("o/name")
         assert "0" * 40 in reader("o/name", revision="0" * 40, limit=0)["identity"]
-        assert reader.ask(None) == {"hosts": [], "changed": False}
+        assert reader.ask(None) == {"hosts": [], "changed": False, "reports": False}
     finally:
         reader.close()
 
@@ -593,7 +594,7 @@ def test_the_libraries_are_quiet_and_left_as_they_were(hub: Hub, read: Reader) -
     hub.add("o/quiet", {"train.parquet": parquet(["x"]), "README.md": b"no card"})
     assert read("o/quiet")["said"] == []
     assert hub.strange == set()
-    assert read.ask(None) == {"hosts": ["127.0.0.1"], "changed": False}
+    assert read.ask(None) == {"hosts": ["127.0.0.1"], "changed": False, "reports": False}
     assert read.printed == b""
     kept = [path for path in read.home.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in kept) < 10_000
