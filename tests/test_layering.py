@@ -22,9 +22,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": BASE,
     "cells": BASE,
     "models": {*BASE, "cells"},
-    "gradients": {*BASE, "models"},
+    "gradients": {*BASE, "cells", "models"},
     "inference": {*BASE, "models", "data"},
-    "loggers": {"errors", "units", "config"},
+    "loggers": {"errors", "units", "config", "experiments"},
     "training": {*BASE, "data", "models", "gradients", "loggers"},
     "callbacks": {*BASE, "data", "gradients", "inference", "training", "loggers"},
     "experiments": {"errors", "units"},
@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """Each part of lmapp and the other parts it may import."""
 
-ASSEMBLE = {"__init__", "__main__", "cli", "run", "laboratory"}
+ASSEMBLE = {"__init__", "__main__", "cli", "run", "laboratory", "demonstration"}
 """These put the parts together."""
 
 

@@ -79,5 +79,8 @@ class Concatenated(GatedCell):
                 entering.h[t] = carry
         return deltas, HiddenState(carry.to(last.h.dtype))
 
+    def recurrent_factors(self, trace: tuple[Tensor, ...], deltas: Tensor) -> list[tuple[Tensor, Tensor]]:  # noqa: D102
+        return [(deltas[..., : self.hidden_size], trace[0])]
+
     def parameter_gradients(self, trace: tuple[Tensor, ...], deltas: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
         return (stacked_product(deltas, trace[0]).to(self.weight_hh.dtype),)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lmapp.cells.products import Product, cast, stacked_product
+from lmapp.cells.products import Product, cast
 from lmapp.cells.protocol import GatedCell, HiddenState, Masks, blocks_backward, state_buffers
 
 _aten = torch.ops.aten
@@ -23,6 +24,8 @@ class GRU(GatedCell):
     blocks = 3
     remembers = True
     memory_gates: ClassVar[dict[int, int]] = {1: 1}
+    retention = "z"
+    gate_functions: Mapping[str, str] = {"r": "sigmoid", "z": "sigmoid", "n": "tanh"}
 
     def weights(self) -> tuple[Tensor, ...]:  # noqa: D102
         return (self.weight_hh,) if self.bias_hh is None else (self.weight_hh, self.bias_hh)
@@ -40,13 +43,16 @@ class GRU(GatedCell):
         inside, bias = 2 * self.hidden_size, weights[1]
         return torch.cat((torch.zeros_like(bias[:inside]), bias[inside:])).to(dtype)
 
-    def step(self, gates: Tensor, state: HiddenState) -> tuple[Tensor, HiddenState]:  # noqa: D102
+    def gate_values(self, gates: Tensor, state: HiddenState) -> dict[str, Tensor]:  # noqa: D102
         h = state.h.to(gates.dtype)
         hidden = F.linear(h, self.weight_hh.to(h.dtype), self._inner_bias(self.weights(), h.dtype))
         gate_r, gate_z, gate_n = gates.chunk(3, -1)
         hidden_r, hidden_z, hidden_n = hidden.chunk(3, -1)
         r, z = (gate_r + hidden_r).sigmoid(), (gate_z + hidden_z).sigmoid()
-        n = (gate_n + r * hidden_n).tanh()
+        return {"r": r, "z": z, "n": (gate_n + r * hidden_n).tanh()}
+
+    def step(self, gates: Tensor, state: HiddenState) -> tuple[Tensor, HiddenState]:  # noqa: D102
+        _, z, n = self.gate_values(gates, state).values()
         new = n + z * (state.h - n)
         return new.to(gates.dtype), HiddenState(new)
 
@@ -151,9 +157,13 @@ class GRU(GatedCell):
     def gate_gradients(self, deltas: Tensor) -> Tensor:  # noqa: D102
         return deltas[..., self.hidden_size :]
 
+    def recurrent_factors(self, trace: tuple[Tensor, ...], deltas: Tensor) -> list[tuple[Tensor, Tensor]]:  # noqa: D102
+        # Rows in the order n (what r multiplies), r, z.
+        return [(deltas[..., : 3 * self.hidden_size], trace[0])]
+
     def parameter_gradients(self, trace: tuple[Tensor, ...], deltas: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
-        size, dtype = self.hidden_size, self.weight_hh.dtype
-        weight = stacked_product(deltas[..., : 3 * size], trace[0]).to(dtype).roll(-size, 0)
+        size = self.hidden_size
+        weight = super().parameter_gradients(trace, deltas)[0].roll(-size, 0)
         if self.bias_hh is None:
             return (weight,)
         bias = torch.zeros_like(self.bias_hh)

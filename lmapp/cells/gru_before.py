@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lmapp.cells.products import Product, cast, stacked_product
+from lmapp.cells.products import Product, cast
 from lmapp.cells.protocol import GatedCell, HiddenState, Masks, blocks_backward, state_buffers
 
 _aten = torch.ops.aten
@@ -24,13 +25,18 @@ class GRUBefore(GatedCell):
     blocks = 3
     remembers = True
     memory_gates: ClassVar[dict[int, int]] = {1: 1}
+    retention = "z"
+    gate_functions: Mapping[str, str] = {"r": "sigmoid", "z": "sigmoid", "n": "tanh"}
 
-    def step(self, gates: Tensor, state: HiddenState) -> tuple[Tensor, HiddenState]:  # noqa: D102
+    def gate_values(self, gates: Tensor, state: HiddenState) -> dict[str, Tensor]:  # noqa: D102
         h, size = state.h.to(gates.dtype), self.hidden_size
         weight = self.weight_hh.to(h.dtype)
         gates_rz, gates_n = gates.split((2 * size, size), -1)
         r, z = (gates_rz + F.linear(h, weight[: 2 * size])).sigmoid().chunk(2, -1)
-        n = (gates_n + F.linear(r * h, weight[2 * size :])).tanh()
+        return {"r": r, "z": z, "n": (gates_n + F.linear(r * h, weight[2 * size :])).tanh()}
+
+    def step(self, gates: Tensor, state: HiddenState) -> tuple[Tensor, HiddenState]:  # noqa: D102
+        _, z, n = self.gate_values(gates, state).values()
         new = n + z * (state.h - n)
         return new.to(gates.dtype), HiddenState(new)
 
@@ -126,8 +132,7 @@ class GRUBefore(GatedCell):
             factor_z.mul_(renewed)
         return tuple(x.unsqueeze(2).unbind() for x in (factor_r, factor_z, factor_n, r.to(wide), kept))
 
-    def parameter_gradients(self, trace: tuple[Tensor, ...], deltas: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+    def recurrent_factors(self, trace: tuple[Tensor, ...], deltas: Tensor) -> list[tuple[Tensor, Tensor]]:  # noqa: D102
         before, reset, _ = trace
         size = self.hidden_size
-        parts = stacked_product(deltas[..., : 2 * size], before), stacked_product(deltas[..., 2 * size :], reset)
-        return (torch.cat([part.to(self.weight_hh.dtype) for part in parts]),)
+        return [(deltas[..., : 2 * size], before), (deltas[..., 2 * size :], reset)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lmapp.cells.products import Product, cast, stacked_product
+from lmapp.cells.products import Product, cast
 from lmapp.cells.protocol import GatedCell, Masks, blocks_backward, state_buffers
 
 _aten = torch.ops.aten
@@ -31,6 +32,8 @@ class LSTM(GatedCell):
     blocks = 4
     remembers = True
     memory_gates: ClassVar[dict[int, int]] = {0: -1, 1: 1}
+    retention = "f"
+    gate_functions: Mapping[str, str] = {"i": "sigmoid", "f": "sigmoid", "g": "tanh", "o": "sigmoid"}
     squash: ClassVar[bool] = True
     """Whether the output reads tanh(c), or c itself."""
 
@@ -41,10 +44,13 @@ class LSTM(GatedCell):
         if init != "torch" and self.bias_ih is not None:
             self.set_memory_bias(1.0, None)
 
-    def step(self, gates: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState]:  # noqa: D102
+    def gate_values(self, gates: Tensor, state: LSTMState) -> dict[str, Tensor]:  # noqa: D102
         h = state.h.to(gates.dtype)
         i, f, g, o = (gates + F.linear(h, self.weight_hh.to(h.dtype))).chunk(4, -1)
-        i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+        return {"i": i.sigmoid(), "f": f.sigmoid(), "g": g.tanh(), "o": o.sigmoid()}
+
+    def step(self, gates: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState]:  # noqa: D102
+        i, f, g, o = self.gate_values(gates, state).values()
         c = f * state.c + i * g
         h = o * (c.tanh() if self.squash else c)
         return h.to(gates.dtype), LSTMState(h, c)
@@ -179,5 +185,5 @@ class LSTM(GatedCell):
         forget = f.to(wide).unsqueeze(2)
         return factors[..., :3, :].unbind(), factors[..., 3, :].unbind(), factor_c.unbind(), forget.unbind()
 
-    def parameter_gradients(self, trace: tuple[Tensor, ...], deltas: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
-        return (stacked_product(deltas, trace[0]).to(self.weight_hh.dtype),)
+    def recurrent_factors(self, trace: tuple[Tensor, ...], deltas: Tensor) -> list[tuple[Tensor, Tensor]]:  # noqa: D102
+        return [(deltas, trace[0])]

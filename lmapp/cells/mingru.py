@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor
 
 from lmapp.cells.linear_recurrence import LinearCell
+from lmapp.cells.protocol import HiddenState
 
 
 class MinGRU(LinearCell):
@@ -17,8 +19,17 @@ class MinGRU(LinearCell):
 
     blocks = 2
     memory_signs: ClassVar[tuple[int, ...]] = (-1,)
+    retention = "1-z"
+    gate_functions: Mapping[str, str] = {"1-z": "sigmoid", "z": "sigmoid"}
 
-    def coefficients(self, gates: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def gate_values(self, gates: Tensor, state: HiddenState) -> dict[str, Tensor]:  # noqa: D102
+        return self._values(gates.to(state.h.dtype))
+
+    def _values(self, gates: Tensor) -> dict[str, Tensor]:
         z, candidate = gates.chunk(2, -1)
         # σ(−z) is 1 − σ(z), and exact where little is kept.
-        return (-z).sigmoid(), z.sigmoid() * candidate
+        return {"1-z": (-z).sigmoid(), "z": z.sigmoid(), "candidate": candidate}
+
+    def coefficients(self, gates: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
+        kept, z, candidate = self._values(gates).values()
+        return kept, z * candidate

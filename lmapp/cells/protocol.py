@@ -6,7 +6,7 @@ Shapes: B batch, T time, D input, H hidden, G gate_size. Time comes first inside
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lmapp.cells.products import linear, product
+from lmapp.cells.products import linear, product, stacked_product
 from lmapp.errors import UsageError
 
 State: TypeAlias = Any
@@ -80,6 +80,10 @@ class Cell(nn.Module):
     """How many of that parameter's rows, from the first, are recurrent; None for all."""
     remembers: ClassVar[bool] = False
     """Whether a gate keeps the state, so that `set_memory_bias` has one to set."""
+    retention: ClassVar[str | None] = None
+    """Which of `gate_values` multiplies the old state (its last component), if one does."""
+    gate_functions: Mapping[str, str] = {}
+    """The non-linearity that made each of `gate_values`: "sigmoid", "tanh", "relu"; another or none has no limits."""
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -113,6 +117,13 @@ class Cell(nn.Module):
     def step(self, gates: Tensor, state: State) -> tuple[Tensor, State]:
         """One step in plain differentiable operations: gates (B, G) and state to output (B, output_size) and state."""
         raise NotImplementedError
+
+    def gate_values(self, gates: Tensor, state: State) -> dict[str, Tensor]:
+        """What `step` computes on its way, after the non-linearities, by name: (…, H) each, of gates (…, G) and state.
+
+        A cell need not say: there are none unless it does.
+        """
+        return {}
 
     @cached_property
     def output_component(self) -> str | None:
@@ -262,7 +273,7 @@ class GatedCell(Cell):
 
     Its parameters carry torch.nn's names (without the layer's suffix), shapes and gate order where torch.nn has the
     cell: weight_ih (G, D), weight_hh (G, H), bias_ih (G,) and bias_hh (G,), where G = blocks·H, and V more if the cell
-    reads out. Without `bias` the last two are None. A subclass adds `run`, `back` and `parameter_gradients`; from them
+    reads out. Without `bias` the last two are None. A subclass adds `run`, `back` and `recurrent_factors`; from them
     follow `scan`, which costs one small product a step in each direction and one large one for the gradient of
     weight_hh, and `state_gradients`. `torch_forward` is what runs where `kernel` says "torch".
     """
@@ -390,9 +401,20 @@ class GatedCell(Cell):
         """The part of `deltas` that is the gradient of the gates: (T, R, G)."""
         return deltas
 
+    def recurrent_factors(self, trace: tuple[Tensor, ...], deltas: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """What the gradient of weight_hh's recurrent rows is made of, a sum of outer products δ ⊗ h for each step.
+
+        Returns:
+            for each block of these rows δ (T, R, rows) and h (T, B, H). The blocks stand in an order of the cell's own;
+            `parameter_gradients` is to put them right where that is not the weight's.
+        """
+        raise NotImplementedError
+
     def parameter_gradients(self, trace: tuple[Tensor, ...], deltas: Tensor) -> tuple[Tensor, ...]:
         """Gradients of `weights`."""
-        raise NotImplementedError
+        factors = self.recurrent_factors(trace, deltas)
+        blocks = [stacked_product(delta, h).to(self.weight_hh.dtype) for delta, h in factors]
+        return (blocks[0] if len(blocks) == 1 else torch.cat(blocks),)
 
     def input_gradients(self, x: Tensor, gate_gradients: Tensor) -> Tensor:  # noqa: D102
         rows = gate_gradients.flatten(0, 1)

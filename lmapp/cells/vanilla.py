@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lmapp.cells.products import Product, stacked_product
+from lmapp.cells.products import Product
 from lmapp.cells.protocol import GatedCell, HiddenState, Masks, state_buffers
 from lmapp.errors import UsageError
 
@@ -56,11 +56,15 @@ class Vanilla(GatedCell):
         if activation not in ACTIVATIONS:
             raise UsageError(f"--model.activation is one of {', '.join(ACTIVATIONS)}, not {activation!r}.")
         self.activation = activation
+        self.gate_functions = {"h": activation}
         super().__init__(input_size, hidden_size, bias=bias)
 
-    def step(self, gates: Tensor, state: HiddenState) -> tuple[Tensor, HiddenState]:  # noqa: D102
+    def gate_values(self, gates: Tensor, state: HiddenState) -> dict[str, Tensor]:  # noqa: D102
         h = state.h.to(gates.dtype)
-        h = ACTIVATIONS[self.activation].function(gates + F.linear(h, self.weight_hh.to(h.dtype)))
+        return {"h": ACTIVATIONS[self.activation].function(gates + F.linear(h, self.weight_hh.to(h.dtype)))}
+
+    def step(self, gates: Tensor, state: HiddenState) -> tuple[Tensor, HiddenState]:  # noqa: D102
+        h = self.gate_values(gates, state)["h"]
         return h, HiddenState(h.to(state.h.dtype))
 
     def kernel(self, device_type: str, dtype: torch.dtype, masks: bool) -> str:
@@ -126,5 +130,5 @@ class Vanilla(GatedCell):
                 gradient = carry + output_gradients[t - 1]
         return deltas, HiddenState(carry.to(last.h.dtype))
 
-    def parameter_gradients(self, trace: tuple[Tensor, ...], deltas: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
-        return (stacked_product(deltas, trace[0]).to(self.weight_hh.dtype),)
+    def recurrent_factors(self, trace: tuple[Tensor, ...], deltas: Tensor) -> list[tuple[Tensor, Tensor]]:  # noqa: D102
+        return [(deltas, trace[0])]

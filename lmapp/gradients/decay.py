@@ -1,37 +1,46 @@
 """Long-range gradient decay: how the gradient of a prediction's loss shrinks, or grows, k steps back in time.
 
 For an end point i and a lag k the gradient is ∂J^(i)/∂S_{i−k}, where S is what the next step really reads: h, or h and
-c, which become leaves together. Three pure steps: `probe_shape` and `probe_windows` fix where to measure, `measure`
-takes the norms, and `Curve` turns them into G_k, R_k and figures.
+c, which become leaves together. Beside it stands ∂J^(i)/∂x_{i−k}, x being the vector that the first layer reads: all
+that a model without a state has. Three pure steps: `probe_shape` and `probe_windows` fix where to measure, `measure`
+takes the norms, and `Decay` turns them into curves G_k and R_k, figures, and intervals that these lie in.
 
 Shapes: N windows, m end points a window, P = N·m pairs (window-major), K the largest lag, W warm-up steps, T = K + m
 steps, H hidden, L layers. All lengths and lags are in time steps (symbols), τ is the truncation length.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lmapp.cells.protocol import Cell
 from lmapp.gradients.truncation import UNLIMITED, Truncation
-
-if TYPE_CHECKING:
-    from lmapp.models.recurrent import RecurrentModel
+from lmapp.models import LanguageNetwork, LayerGradients, WindowModel
+from lmapp.models.recurrent import States
 
 HALF = 0.5  # the level whose crossing is the half-life
 HORIZON = 0.01  # the level whose crossing is the horizon; 1 − HORIZON is the share that `lag_99` holds
 JOINT = "joint"
 ALL: Literal["all"] = "all"
+INPUTS: Literal["inputs"] = "inputs"
 SMALLEST_MAX_LAG = 2
 USUAL_MAX_LAG = 512  # K at most, unless a longer one is asked for: the measurement's memory grows with it
+RESAMPLES = 500
+RESAMPLING_SEED = 1
+LEVEL = 0.95
 
-Layer = int | Literal["all"]
+FIGURES = ("half_life", "horizon", "rate", "lag_99", "at_truncation", "lost_share")
+"""By their logged names: lags in steps, a factor per step, R at τ, and the share that the truncation cuts."""
+LAGS = ("half_life", "horizon", "lag_99")
+
+Layer = int | Literal["all", "inputs"]
 Norms = dict[tuple[Layer, str], np.ndarray]
 
 
@@ -39,9 +48,8 @@ Norms = dict[tuple[Layer, str], np.ndarray]
 
 
 def not_defined(kind: str) -> str:
-    """Why a model of another kind than recurrent has no gradient decay."""
-    article = "an" if kind == "infill" else "a"
-    return f"it is that of a state carried from left to right, which {article} {kind} model does not have"
+    """Why a kind of model that reads the text both ways has no gradient decay."""
+    return f"it is that of a state carried from left to right, which an {kind} model does not have"
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,7 @@ def probe_shape(
         max_lag: K; if not given twice the most steps that a loss looks back (of whole rows twice τ), so that what
             twice τ would lose can be said too, but at most 512.
         end_points: m.
-        look_back: as `ProbeShape` has it.
+        look_back: as `ProbeShape` has it; (N, N) of a model that reads N symbols and carries no state.
 
     Returns:
         The shape, or None if decay is off, and in words everything that is not as asked for ("" if all is).
@@ -169,15 +177,17 @@ def probe_windows(ids: np.ndarray, shape: ProbeShape, seed: int) -> np.ndarray:
 # The measurement
 
 
-def measure(model: "RecurrentModel", windows: Tensor, shape: ProbeShape) -> "Decay":
-    """Take ‖∂J^(i)/∂S_{i−k}‖₂ for every end point i and every lag k = 0..K, per layer and over all layers.
+def measure(model: LanguageNetwork, windows: Tensor, shape: ProbeShape) -> "Decay":
+    """Take ‖∂J^(i)/∂S_{i−k}‖₂ for every end point i and lag k = 0..K, per layer and over all layers, and the inputs'.
 
     Each window is warmed up over W steps from the initial state, then the gradient of each of its last m predictions is
     followed K steps back. The same predictions are used at every lag. Dropout is off, products are fp32 (float64 for a
     float64 model); weights, `.grad`, random states and training flags are left as they were.
 
     *Per layer*: that layer's state is the leaf, the way up through the layers above at the same time counts. *All
-    layers*: every layer's state is a leaf at once, so at lag 0 there is only what the readout reads directly.
+    layers*: every layer's state is a leaf at once, so at lag 0 there is only what the readout reads directly. *Inputs*:
+    the vector that the first layer reads of x_{i−k} is the leaf (its embedding, or its one-hot vector), all ways up
+    count. A window model has nothing else.
 
     Args:
         model: The model; every time step's loss is −log softmax(logits)[target].
@@ -187,38 +197,52 @@ def measure(model: "RecurrentModel", windows: Tensor, shape: ProbeShape) -> "Dec
     device = next(model.parameters()).device
     windows = windows.to(device)
     start, steps = shape.warm_up, shape.max_lag + shape.end_points
-    with _measuring(model):
-        states = model.initial_state(len(windows))
-        if start:
-            with torch.no_grad():
-                _, states = model(windows[:, :start], states)
+    with measuring(model):
+        states = warmed_up(model, windows, shape)
         end_points = torch.arange(shape.max_lag, steps, device=device)
-        gradients = model.state_gradients(
-            windows[:, start : start + steps], states, windows[:, start + shape.max_lag + 1 :], end_points
-        )
+        tokens, targets = windows[:, start : start + steps], windows[:, start + shape.max_lag + 1 :]
         norms: Norms = {}
-        for number, (layer, gradient) in enumerate(zip(model.layers, gradients, strict=True)):
-            parts = {name: getattr(gradient.entering, name)[1:] for name in gradient.entering._fields}
-            alone = {name: _by_lag(part, shape) for name, part in parts.items()}
-            way_up = alone
-            own = layer.output_component
-            if own is not None:
-                way_up = alone | {own: _by_lag(parts[own] + gradient.outputs, shape)}
-            for name, values in way_up.items():
-                norms[number, name] = values
-            norms[number, JOINT] = _root_of_squares(list(way_up.values()))
-            # With every state held at once, at lag 0 there is only what the readout takes of a layer's output itself.
-            direct = alone
-            if own is not None and gradient.readout is not None:
-                direct = alone | {own: _by_lag(parts[own] + gradient.readout, shape)}
-            for name, values in direct.items():
-                norms[ALL, name] = _root_of_squares([norms[ALL, name], values] if (ALL, name) in norms else [values])
-    norms[ALL, JOINT] = _root_of_squares([values for (layer, _), values in norms.items() if layer == ALL])
+        if isinstance(model, WindowModel):
+            inputs = model.input_gradients(tokens, states, targets, end_points)
+        else:
+            layers, inputs = model.state_gradients(tokens, states, targets, end_points)
+            cells: list[Cell] = list(model.layers)  # type: ignore[arg-type]
+            norms = _of_states([cell.output_component for cell in cells], layers, shape)
+        norms[INPUTS, JOINT] = _by_lag(inputs, shape)
     return Decay(norms, shape)
 
 
+def _of_states(own: Sequence[str | None], gradients: Sequence[LayerGradients], shape: ProbeShape) -> Norms:
+    """Norms per layer, whose output is the component `own` of its state, and over all layers."""
+    norms: Norms = {}
+    for number, (name, gradient) in enumerate(zip(own, gradients, strict=True)):
+        parts = {field: getattr(gradient.entering, field)[1:] for field in gradient.entering._fields}
+        alone = {field: _by_lag(part, shape) for field, part in parts.items()}
+        way_up = alone if name is None else alone | {name: _by_lag(parts[name] + gradient.outputs, shape)}
+        for field, values in way_up.items():
+            norms[number, field] = values
+        norms[number, JOINT] = _root_of_squares(list(way_up.values()))
+        # With every state held at once, at lag 0 there is only what the readout takes of a layer's output itself.
+        direct = alone
+        if name is not None and gradient.readout is not None:
+            direct = alone | {name: _by_lag(parts[name] + gradient.readout, shape)}
+        for field, values in direct.items():
+            norms[ALL, field] = _root_of_squares([norms[ALL, field], values] if (ALL, field) in norms else [values])
+    norms[ALL, JOINT] = _root_of_squares([values for (layer, _), values in norms.items() if layer == ALL])
+    return norms
+
+
+@torch.no_grad()
+def warmed_up(model: LanguageNetwork, windows: Tensor, shape: ProbeShape) -> States:
+    """The states after W steps of each window, from the initial one: (N, H) each. To be called while `measuring`."""
+    states = model.initial_state(len(windows))
+    if shape.warm_up:
+        _, states = model(windows[:, : shape.warm_up], states)
+    return states
+
+
 @contextmanager
-def _measuring(model: "RecurrentModel") -> Iterator[None]:
+def measuring(model: LanguageNetwork) -> Iterator[None]:
     """Evaluation mode and full precision for a while; every module gets back its own flag."""
     flags = [(module, module.training) for module in model.modules()]
     precision = model.compute_dtype
@@ -251,7 +275,7 @@ def _root_of_squares(norms: list[np.ndarray]) -> np.ndarray:
 
 
 class Figure(NamedTuple):
-    """A lag in time steps; `censored` says that the window ended first and the true value is greater than it."""
+    """A figure; `censored` says that it is a lag, that the window ended first and the true value is greater."""
 
     value: float
     censored: bool
@@ -260,9 +284,91 @@ class Figure(NamedTuple):
         return f"> {self.value:g}" if self.censored else f"{self.value:.3g}"
 
 
+class Interval(NamedTuple):
+    """The ends of an interval that a figure lies in; a censored end is greater than K."""
+
+    low: Figure
+    high: Figure
+
+    def __str__(self) -> str:
+        return f"{self.low} to {self.high}"
+
+
+class Quoted(NamedTuple):
+    """A figure under its name in `FIGURES`, and its interval, if there is one."""
+
+    name: str
+    figure: Figure
+    interval: Interval | None
+
+
+def _crossings(R: np.ndarray, level: float, reference_lag: int) -> tuple[np.ndarray, np.ndarray]:
+    """First fall of each curve to a level, log-linear between lags (to the lag itself where R falls to exactly 0).
+
+    A component's curve may begin below the level and rise through it (c's part is 0 at lag 0); its fall afterwards
+    counts. A curve that never rises above the level is below it from the reference lag on.
+
+    Args:
+        R: (S, K+1).
+        level: more than 0.
+        reference_lag: k₀.
+
+    Returns:
+        lags (S,), and where they are censored.
+    """
+    above = level < R
+    lags, curves = np.arange(R.shape[1]), np.arange(len(R))
+    fallen = ~above & (lags > above.argmax(axis=1)[:, None])
+    lag = fallen.argmax(axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):  # of what is then not taken
+        before, after = np.log(R[curves, lag - 1]), np.log(R[curves, lag])
+        part = np.where(np.isneginf(after), 1.0, (before - math.log(level)) / (before - after))
+    rises, censored = above.any(axis=1), above.any(axis=1) & ~fallen.any(axis=1)
+    return np.where(censored, lags[-1], np.where(rises, lag - 1 + part, reference_lag)), censored
+
+
+def _rates(R: np.ndarray) -> np.ndarray:
+    """Factor per step of each curve (S, K+1): exp of the least-squares slope of log R over the lags where it is not 0.
+
+    NaN where there are fewer than two of these.
+    """
+    used = R > 0
+    count = used.sum(axis=1, keepdims=True)
+    lags = np.arange(R.shape[1])
+    x = np.where(used, lags - (used * lags).sum(axis=1, keepdims=True) / np.maximum(count, 1), 0.0)
+    products = (x * np.log(np.where(used, R, 1.0))).sum(axis=1)
+    enough = count[:, 0] > 1
+    return np.where(enough, np.exp(products / np.where(enough, (x * x).sum(axis=1), 1.0)), np.nan)
+
+
+def _lags_99(R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Smallest lag up to which 99 % of Σ R lies, of each curve (S, K+1), and where it is censored; NaN if Σ R is 0.
+
+    Censored if the curve ends above 1 % of its largest value: a geometric curve that does has more than 1 % of its sum
+    beyond K.
+    """
+    sums = np.cumsum(R, axis=1)
+    lag = (sums >= (1 - HORIZON) * sums[:, -1:]).argmax(axis=1)
+    censored = R[:, -1] > HORIZON * R.max(axis=1)
+    return np.where(sums[:, -1] > 0, np.where(censored, R.shape[1] - 1, lag), np.nan), censored
+
+
+def _lost_shares(R: np.ndarray, most: int, fewest: int) -> np.ndarray:
+    """`lost_share` of each curve (S, K+1); NaN where R is 0 everywhere."""
+    tails = np.cumsum(R[:, ::-1], axis=1)[:, ::-1][:, fewest : most + 1].sum(axis=1)
+    total = R.sum(axis=1)
+    return np.where(total > 0, tails / np.where(total > 0, total, 1.0) / (most - fewest + 1), np.nan)
+
+
+def _figure(values: np.ndarray, censored: np.ndarray | None = None) -> Figure | None:
+    """That of the only curve; None where it is not defined."""
+    (value,) = values.tolist()
+    return None if math.isnan(value) else Figure(value, censored is not None and bool(censored[0]))
+
+
 @dataclass(frozen=True)
 class Curve:
-    """Gradient against lag, of one layer (or all) and one component.
+    """Gradient against lag, of one layer (or all, or the inputs) and one component.
 
     Attributes:
         lags: (K+1,) 0..K.
@@ -296,47 +402,22 @@ class Curve:
     @property
     def rate(self) -> float | None:
         """Factor per step: exp of the least-squares slope of log R over the lags where it is not 0; None below two."""
-        lags = self.lags[self.R > 0]
-        if len(lags) < 2:
-            return None
-        x = lags - lags.mean()
-        return math.exp(float(x @ np.log(self.R[self.R > 0]) / (x @ x)))
+        figure = _figure(_rates(self.R[None]))
+        return None if figure is None else figure.value
 
     @property
     def lag_99(self) -> Figure | None:
-        """Smallest lag up to which 99 % of Σ R lies; None if Σ R is 0.
-
-        Censored if the curve ends above 1 % of its largest value: a geometric curve that does has more than 1 % of its
-        sum beyond K.
-        """
-        sums = np.cumsum(self.R)
-        if sums[-1] == 0:
-            return None
-        if self.R[-1] > HORIZON * self.R.max():
-            return Figure(float(self.lags[-1]), True)
-        return Figure(float(self.lags[np.argmax(sums >= (1 - HORIZON) * sums[-1])]), False)
+        """Smallest lag up to which 99 % of Σ R lies; None if Σ R is 0."""
+        return _figure(*_lags_99(self.R[None]))
 
     def at(self, lag: int) -> float | None:
         """R at a lag; None if it was not measured that far."""
         return float(self.R[lag]) if lag < len(self.R) else None
 
     def _crossing(self, level: float) -> Figure:
-        """First fall to a level, log-linear between lags (to the lag itself where R falls to exactly 0).
-
-        A component's curve may begin below the level and rise through it (c's part is 0 at lag 0); its fall afterwards
-        counts. A curve that never rises above the level is below it from the reference lag on.
-        """
-        above = level < self.R
-        if not above.any():
-            return Figure(float(self.reference_lag), False)
-        fallen = ~above & (self.lags > np.argmax(above))
-        if not fallen.any():
-            return Figure(float(self.lags[-1]), True)
-        lag = int(np.argmax(fallen))
-        if self.R[lag] == 0:
-            return Figure(float(lag), False)
-        before, after = math.log(self.R[lag - 1]), math.log(self.R[lag])
-        return Figure(lag - 1 + (before - math.log(level)) / (before - after), False)
+        figure = _figure(*_crossings(self.R[None], level, self.reference_lag))
+        assert figure is not None
+        return figure
 
 
 def lost_share(R: np.ndarray, most: int, fewest: int = 1) -> float | None:
@@ -354,11 +435,39 @@ def lost_share(R: np.ndarray, most: int, fewest: int = 1) -> float | None:
     Returns:
         0 to 1; None if R is 0 everywhere.
     """
-    total = float(R.sum())
-    if total == 0:
-        return None
-    tails = np.cumsum(R[::-1])[::-1][fewest : most + 1]
-    return float(tails.sum()) / total / (most - fewest + 1)
+    figure = _figure(_lost_shares(R[None], most, fewest))
+    return None if figure is None else figure.value
+
+
+def resamples(windows: int, end_points: int) -> np.ndarray:
+    """Pairs drawn anew, (500, N·m) indices: N windows with replacement, and in each m of its end points likewise.
+
+    The two-level bootstrap for clustered data (Davison & Hinkley 1997, section 3.8): end points of one window share
+    text and state, so they are not drawn apart from it. The same at every call.
+    """
+    generator = np.random.default_rng(RESAMPLING_SEED)
+    window = generator.integers(windows, size=(RESAMPLES, windows, 1))
+    end_point = generator.integers(end_points, size=(RESAMPLES, windows, end_points))
+    return (window * end_points + end_point).reshape(RESAMPLES, -1)
+
+
+class _Ratios(NamedTuple):
+    """What a curve is the mean of.
+
+    logs: (K+1, p), of each used pair's ratio to the joint norm at the reference lag, 0 where the ratio is. non_zero
+    (K+1, p): 1 where it is not. finite, used: (P,), which of all pairs have finite gradients and which are averaged.
+    """
+
+    logs: np.ndarray
+    non_zero: np.ndarray
+    reference_lag: int
+    finite: np.ndarray
+    used: np.ndarray
+
+    def means(self, weights: np.ndarray) -> np.ndarray:
+        """R (S, K+1), the geometric means in which pair p counts weights (S, p) times; 0 where all ratios are."""
+        counts = weights @ self.non_zero.T
+        return np.where(counts > 0, np.exp(weights @ self.logs.T / np.maximum(counts, 1)), 0.0)
 
 
 @dataclass(frozen=True)
@@ -366,7 +475,8 @@ class Decay:
     """One measurement: gradient norms by layer, component, lag and pair.
 
     Attributes:
-        norms: For each (layer or "all", "joint" or a component's name) a (K+1, P) float64 array.
+        norms: For each (layer or "all", "joint" or a component's name), and for ("inputs", "joint"), a (K+1, P) float64
+            array. A model without a state has the inputs' alone.
         shape: Where it was measured.
     """
 
@@ -375,33 +485,117 @@ class Decay:
 
     @cached_property
     def curves(self) -> dict[tuple[Layer, str], Curve]:
-        """All curves, those over all layers first, then layer by layer, each joint before its components."""
-        keys = sorted(self.norms, key=lambda key: (-1 if key[0] == ALL else key[0], key[1] != JOINT))
-        return {key: self._curve(*key) for key in keys}
+        """All curves: those over all layers, then layer by layer, each joint before its components; inputs last."""
 
-    def curve(self, layer: Layer = ALL, component: str = JOINT) -> Curve:
+        def place(key: tuple[Layer, str]) -> tuple[float, bool]:
+            layer, component = key
+            return (layer if isinstance(layer, int) else {ALL: -1, INPUTS: math.inf}[layer]), component != JOINT
+
+        return {key: self._curve(*key) for key in sorted(self.norms, key=place)}
+
+    @property
+    def quoted(self) -> Layer:
+        """Whose joint curve is the one to quote: that of all layers together, or of the inputs if there are none."""
+        return ALL if (ALL, JOINT) in self.norms else INPUTS
+
+    def curve(self, layer: Layer | None = None, component: str = JOINT) -> Curve:
         """One curve; by default the one to quote."""
-        return self.curves[layer, component]
+        return self.curves[self.quoted if layer is None else layer, component]
+
+    def figure(self, name: str, layer: Layer | None = None, component: str = JOINT) -> Figure | None:
+        """One of `FIGURES`; None if it is not defined (a rate through one lag, R at a τ beyond K)."""
+        curve = self.curve(layer, component)
+        return _figure(*self._values(name, curve.R[None], curve.reference_lag))
+
+    def interval(
+        self, name: str, layer: Layer | None = None, component: str = JOINT, level: float = LEVEL
+    ) -> Interval | None:
+        """In what a figure lies, by the percentiles of the figure over the `resamples` (Efron 1979).
+
+        It tells how far the figure depends on which text was measured, not on the training's seed. A resample in which
+        the window ended first counts as greater than all others; the reference lag stays the curve's. Of few windows it
+        is somewhat too narrow (on made data with 8 of them a 95 % interval held the truth 9 times in 10), and of
+        windows that overlap.
+
+        Args:
+            name: of `FIGURES`.
+            layer: of the curve; by default the one to quote.
+            component: of the curve.
+            level: share of the resamples between its ends.
+
+        Returns:
+            None if the figure is not defined, or there is but one window to draw from.
+        """
+        layer = self.quoted if layer is None else layer
+        if self.shape.windows < 2 or self.figure(name, layer, component) is None:
+            return None
+        ratios = self._ratios(layer, component)
+        drawn = resamples(self.shape.windows, self.shape.end_points)
+        pairs = drawn.shape[1]
+        places = drawn + pairs * np.arange(RESAMPLES)[:, None]
+        weights = np.bincount(places.ravel(), minlength=RESAMPLES * pairs).reshape(RESAMPLES, pairs)[:, ratios.used]
+        weights = weights[weights.any(axis=1)].astype(np.float64)  # as products of whole numbers are slow
+        values, censored = self._values(name, ratios.means(weights), ratios.reference_lag)
+        ordered = np.sort(np.where(censored, np.inf, values)[~np.isnan(values)])
+        if not len(ordered):
+            return None
+        # The α-quantile is the (S+1)α-th in order, or the next one outwards.
+        beyond = max(0, math.floor((len(ordered) + 1) * (1 - level) / 2 + 1e-9) - 1)
+        low, high = (
+            Figure(float(self.shape.max_lag), True) if math.isinf(value) else Figure(float(value), False)
+            for value in (ordered[beyond], ordered[-1 - beyond])
+        )
+        return Interval(low, high)
+
+    def summary(self, layer: Layer | None = None, component: str = JOINT) -> list[Quoted]:
+        """Every figure of a curve that is defined, with its 95 % interval; by default of the curve to quote."""
+        found = ((name, self.figure(name, layer, component)) for name in FIGURES)
+        return [
+            Quoted(name, figure, self.interval(name, layer, component)) for name, figure in found if figure is not None
+        ]
+
+    def _values(self, name: str, R: np.ndarray, reference_lag: int) -> tuple[np.ndarray, np.ndarray]:
+        """A figure of each curve (S, K+1), NaN where it is not defined, and where it is censored: (S,) each."""
+        match name:
+            case "half_life":
+                return _crossings(R, HALF, reference_lag)
+            case "horizon":
+                return _crossings(R, HORIZON, reference_lag)
+            case "lag_99":
+                return _lags_99(R)
+        values = np.full(len(R), np.nan)
+        if name == "rate":
+            values = _rates(R)
+        elif self.quoted == ALL:  # without a state there is nothing to truncate
+            length = self.shape.truncation_length
+            if name == "lost_share":
+                fewest, most = self.shape.look_back or (1, length)
+                values = _lost_shares(R, most, fewest)
+            elif length < R.shape[1]:
+                values = R[:, length]
+        return values, np.zeros(len(R), dtype=bool)
+
+    def _ratios(self, layer: Layer, component: str) -> _Ratios:
+        norms, joint = self.norms[layer, component], self.norms[layer, JOINT]
+        finite = np.logical_and.reduce(np.isfinite(joint))
+        reached = np.flatnonzero((joint[:, finite] > 0).any(axis=1))
+        reference_lag = int(reached[0]) if len(reached) else 0
+        used = finite & (joint[reference_lag] > 0)
+        non_zero = norms[:, used] > 0
+        # Differences of logarithms: the ratio itself, of a small to a large norm, may be too small for float64.
+        reference = np.where(non_zero, np.log(joint[reference_lag, used]), 0.0)
+        logs = np.log(np.where(non_zero, norms[:, used], 1.0)) - reference
+        return _Ratios(logs, non_zero.astype(np.float64), reference_lag, finite, used)
 
     def _curve(self, layer: Layer, component: str) -> Curve:
-        norms, joint = self.norms[layer, component], self.norms[layer, JOINT]
-        finite = np.isfinite(joint).all(axis=0)
-        non_zero = np.flatnonzero((joint[:, finite] > 0).any(axis=1))
-        reference_lag = int(non_zero[0]) if len(non_zero) else 0
-        used = finite & (joint[reference_lag] > 0)
-        pairs = int(used.sum())
-        lags = np.arange(len(norms))
-        zeros = norms[:, used] == 0
-        counts = pairs - zeros.sum(axis=1)
-        # Differences of logarithms: the ratio itself, of a small to a large norm, may be too small for float64.
-        logs = np.log(np.where(zeros, 1.0, norms[:, used])) - np.where(zeros, 0.0, np.log(joint[reference_lag, used]))
-        means = logs.sum(axis=1) / np.maximum(counts, 1)
+        norms, ratios = self.norms[layer, component], self._ratios(layer, component)
+        pairs = int(ratios.used.sum())
         return Curve(
-            lags=lags,
-            G=norms[:, finite].mean(axis=1) if finite.any() else np.zeros(len(norms)),
-            R=np.where(counts > 0, np.exp(means), 0.0),
-            zero_share=zeros.mean(axis=1) if pairs else np.ones(len(norms)),
-            reference_lag=reference_lag,
+            lags=np.arange(len(norms)),
+            G=norms[:, ratios.finite].mean(axis=1) if ratios.finite.any() else np.zeros(len(norms)),
+            R=ratios.means(np.ones((1, pairs)))[0],
+            zero_share=(1 - ratios.non_zero).mean(axis=1) if pairs else np.ones(len(norms)),
+            reference_lag=ratios.reference_lag,
             pairs=pairs,
             left_out=norms.shape[1] - pairs,
         )
@@ -409,26 +603,26 @@ class Decay:
     def scalars(self) -> dict[str, float]:
         """Figures by the names they are logged under, such as `decay/half_life` and `decay/layer0/joint/half_life`.
 
-        Lags are in steps, with `…_censored` = 1 where the window ended first. A figure that is not defined (a rate
-        through one lag, R at a τ beyond K) has no name here.
+        Lags are in steps, with `…_censored` = 1 where the window ended first; `…/half_life_low` and `…_high`, of the
+        curve to quote, are the ends of its 95 % interval, K where they are beyond. A figure that is not defined has no
+        name here.
         """
         named: dict[str, float] = {}
-        fewest, most = self.shape.look_back or (1, self.shape.truncation_length)
-        for (layer, component), curve in self.curves.items():
+        for layer, component in self.curves:
             if layer == ALL and component != JOINT:
                 continue
-            prefix = "decay" if layer == ALL else f"decay/layer{layer}/{component}"
-            for name in ("half_life", "horizon", "lag_99"):
-                figure: Figure | None = getattr(curve, name)
+            names: dict[Layer, str] = {ALL: "decay", INPUTS: "decay/inputs"}
+            prefix = names.get(layer, f"decay/layer{layer}/{component}")
+            for name in FIGURES:
+                figure = self.figure(name, layer, component)
                 if figure is not None:
                     named[f"{prefix}/{name}"] = figure.value
-                    named[f"{prefix}/{name}_censored"] = float(figure.censored)
-            undefined_where_none = {
-                "rate": curve.rate,
-                "at_truncation": curve.at(self.shape.truncation_length),
-                "lost_share": lost_share(curve.R, most, fewest),
-            }
-            named |= {f"{prefix}/{name}": value for name, value in undefined_where_none.items() if value is not None}
+                    if name in LAGS:
+                        named[f"{prefix}/{name}_censored"] = float(figure.censored)
+            interval = self.interval("half_life", layer, component) if layer == self.quoted else None
+            if interval is not None:
+                named[f"{prefix}/half_life_low"] = interval.low.value
+                named[f"{prefix}/half_life_high"] = interval.high.value
         return named
 
     def records(self, step: int) -> list[dict[str, int | str | list[int] | list[float]]]:
@@ -462,6 +656,17 @@ def verdict(decay: Decay, truncation: Truncation) -> str:
         truncation: Of the training.
     """
     curve, last = decay.curve(), decay.shape.max_lag
+    if decay.quoted == INPUTS:
+        half_life = (
+            "No gradient reaches what it reads, or none is finite."
+            if curve.pairs == 0
+            else f"The half-life of the gradient of what it reads is {curve.half_life} steps (lags up to {last} were "
+            "measured)."
+        )
+        return (
+            f"{half_life} This model carries no state, so there is nothing to truncate: what lies beyond its window "
+            "has no gradient."
+        )
     if curve.pairs == 0:
         return "No gradient reaches any state, or none is finite: there is nothing to say about the truncation length."
 
@@ -501,10 +706,11 @@ def verdict(decay: Decay, truncation: Truncation) -> str:
 def cut_recurrence_warning(decay: Decay) -> str | None:
     """What is wrong if no gradient at all goes back in time, else None.
 
-    Only the joint gradient is judged: h alone may rightly be 0 at every lag where c carries everything.
+    Only the joint gradient of the states is judged: h alone may rightly be 0 at every lag where c carries everything,
+    and beyond the window of a model without a state the inputs' is.
     """
     curve = decay.curve()
-    if not curve.pairs or curve.R[curve.reference_lag + 1 :].any():
+    if decay.quoted == INPUTS or not curve.pairs or curve.R[curve.reference_lag + 1 :].any():
         return None
     return (
         f"The recurrence is cut: the gradient is exactly 0 at every lag from {curve.reference_lag + 1} to "

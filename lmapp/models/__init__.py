@@ -7,10 +7,11 @@ from typing import Any, TypeAlias
 
 from lmapp.config import ModelConfig
 from lmapp.models.infill import InfillModel
-from lmapp.models.recurrent import LayerGradients, RecurrentModel, detach
+from lmapp.models.recurrent import Gradients, LayerGradients, RecurrentModel, detach
 from lmapp.models.window import WindowModel
 
 __all__ = [
+    "Gradients",
     "InfillModel",
     "LanguageNetwork",
     "LayerGradients",

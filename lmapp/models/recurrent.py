@@ -31,14 +31,21 @@ class LayerGradients(NamedTuple):
     readout: Tensor | None
 
 
+class Gradients(NamedTuple):
+    """Those of every layer, from the bottom up, and (T, R, D) those of the first layer's input."""
+
+    layers: tuple[LayerGradients, ...]
+    inputs: Tensor
+
+
 def detach(states: States) -> States:
     """The same states, cut from the graph."""
     return tuple(map_state(Tensor.detach, state) for state in states)
 
 
-def _pull(read: Tensor, outputs: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
-    """From the gradient of what was read to those of the outputs it was made of; None for the others."""
-    return list(torch.autograd.grad(read, outputs, gradient, retain_graph=True, allow_unused=True))
+def _pull(read: Tensor, parts: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
+    """From the gradient of what was read to those of the parts it was made of; None for the others."""
+    return list(torch.autograd.grad(read, parts, gradient, retain_graph=True, allow_unused=True))
 
 
 def find_cells(cell: str | Sequence[str], num_layers: int | None) -> list[type[Cell]]:
@@ -292,10 +299,8 @@ class RecurrentModel(nn.Module):
         return names
 
     @torch.no_grad()
-    def state_gradients(
-        self, tokens: Tensor, states: States, targets: Tensor, end_points: Tensor
-    ) -> tuple[LayerGradients, ...]:
-        """How single losses depend on the states before them.
+    def state_gradients(self, tokens: Tensor, states: States, targets: Tensor, end_points: Tensor) -> Gradients:
+        """How single losses depend on the states and the inputs before them.
 
         Row b·m + e belongs to J = −log softmax(o at time end_points[e] of window b)[targets[b, e]].
 
@@ -306,10 +311,12 @@ class RecurrentModel(nn.Module):
             end_points: (m,), times in 0..T−1.
 
         Returns:
-            One LayerGradients a layer: `entering`, a State of (T+1, R, H) whose entry t is ∂J/∂(state entering step t)
-            along that layer's recurrence and all above it (entry T zero); `outputs` (T, R, output_size),
-            ∂J/∂(the layer's output at t), all ways up included; `readout`, the part of it that the readout takes from
-            that layer directly (None: nothing). fp32 (float64), as in evaluation, no parameter's gradient is touched.
+            `layers`, one LayerGradients a layer: `entering`, a State of (T+1, R, H) whose entry t is ∂J/∂(state
+            entering step t) along that layer's recurrence and all above it (entry T zero); `outputs`
+            (T, R, output_size), ∂J/∂(the layer's output at t), all ways up included; `readout`, the part of it that the
+            readout takes from that layer directly (None: nothing). `inputs` (T, R, D): ∂J/∂(the embedding of the symbol
+            read at t, or its one-hot vector), all ways included, those by residual or dense connections too. fp32
+            (float64), as in evaluation, no parameter's gradient is touched.
         """
         rows = tokens.shape[0] * len(end_points)
         stack = self._stack(tokens.t(), self._wide())
@@ -327,27 +334,28 @@ class RecurrentModel(nn.Module):
         upstream = upstream.reshape(tokens.shape[1], rows, -1)
         # How the layers are connected is linear and acts on each row by itself, so zeros will do to differentiate it.
         with torch.enable_grad():
-            zeros = reads[0].new_zeros(*reads[0].shape[:1], rows, reads[0].shape[-1])
+            zeros = reads[0].new_zeros(len(reads[0]), rows, reads[0].shape[-1], requires_grad=True)
             twin = _Stack(self.connections, zeros, self.embedding is None)
-            twins = []
+            parts, twins = [zeros], []  # the first layer's input and every layer's output
             for output in stack.outputs:
                 twins.append(twin.read())
-                twin.add(output.new_zeros(output.shape[0], rows, output.shape[-1], requires_grad=True))
-            readout = _pull(twin.outputs[-1] if self.head is None else twin.top(), twin.outputs, upstream)
-        outputs: list[Tensor | None] = list(readout)
-        found: list[LayerGradients] = []
+                parts.append(output.new_zeros(output.shape[0], rows, output.shape[-1], requires_grad=True))
+                twin.add(parts[-1])
+            readout = _pull(parts[-1] if self.head is None else twin.top(), parts, upstream)
+        found = list(readout)
+        layers: list[LayerGradients] = []
         for index, layer in reversed(list(enumerate(self._cells()))):
-            given = outputs[index]
-            upstream = torch.zeros_like(twin.outputs[index]) if given is None else given
+            above = found[index + 1]
+            upstream = torch.zeros_like(parts[index + 1]) if above is None else above
             entering, gate_gradients = layer.state_gradients(gates[index], states[index], upstream, zoneouts[index])
-            found.append(LayerGradients(entering, upstream, readout[index]))
-            if index:
-                below = layer.input_gradients(reads[index], gate_gradients)
-                for lower, gradient in enumerate(_pull(twins[index], twin.outputs[:index], below)):
-                    if gradient is not None:
-                        before = outputs[lower]
-                        outputs[lower] = gradient if before is None else before + gradient
-        return tuple(reversed(found))
+            layers.append(LayerGradients(entering, upstream, readout[index + 1]))
+            below = layer.input_gradients(reads[index], gate_gradients)
+            for number, gradient in enumerate(_pull(twins[index], parts[: index + 1], below)):
+                if gradient is not None:
+                    before = found[number]
+                    found[number] = gradient if before is None else before + gradient
+        assert found[0] is not None
+        return Gradients(tuple(reversed(layers)), found[0])
 
     def _stack(self, tokens: Tensor, dtype: torch.dtype, needed: bool = True) -> _Stack:
         """With the embedded tokens, where they are `needed` by the first layer or anything above reads them."""

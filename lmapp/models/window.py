@@ -127,6 +127,37 @@ class WindowModel(nn.Module):
         window = torch.cat((states[0].ids, token.unsqueeze(1)), 1)
         return self._read_out(self._hidden(window, self.weight.dtype)), (WindowState(window[:, 1:]),)
 
+    @torch.no_grad()
+    def input_gradients(
+        self, tokens: Tensor, states: tuple[WindowState], targets: Tensor, end_points: Tensor
+    ) -> Tensor:
+        """How single losses depend on the symbols before them; as `RecurrentModel.state_gradients` has it.
+
+        Row b·m + e belongs to J = −log softmax(o at time end_points[e] of window b)[targets[b, e]].
+
+        Args:
+            tokens: (B, T).
+            states: entering the first step.
+            targets: (B, m).
+            end_points: (m,), times in 0..T−1.
+
+        Returns:
+            (T, R, D), D = V+1 without an embedding: ∂J/∂(the vector of the symbol read at t), exactly 0 outside the
+            window. fp32 (float64), as in evaluation, no parameter's gradient is touched.
+        """
+        ids = torch.cat((states[0].ids, tokens), 1).unfold(1, self.window, 1)[:, end_points]  # (B, m, N)
+        hidden = self._hidden(ids, self.weight.dtype)
+        error = self._read_out(hidden).softmax(-1) - F.one_hot(targets, self.vocabulary_size)
+        error = (error.to(hidden.dtype) @ self.head.weight).contiguous()
+        delta = ACTIVATIONS[self.activation].pull(error, hidden, torch.empty_like(hidden))
+        weight = self.weight.t() if self.embedding is None else self.weight
+        places = (delta @ weight).unflatten(-1, (self.window, -1))  # (B, m, N, D)
+        found = places.new_zeros(tokens.shape[1], *places.shape[:2], places.shape[-1])
+        for number, end in enumerate(end_points.tolist()):
+            reach = min(self.window, end + 1)
+            found[end + 1 - reach : end + 1, :, number] = places[:, number, -reach:].transpose(0, 1)
+        return found.flatten(1, 2)
+
     def kernels(self, batch_size: int, sequence_length: int, masks: bool = False) -> list[str]:
         """How the hidden layer reads its window: "rows", sums of them, or "product"."""
         return ["rows" if self.embedding is None else "product"]

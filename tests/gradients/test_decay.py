@@ -19,7 +19,7 @@ from lmapp.gradients.decay import (
     verdict,
 )
 from lmapp.gradients.truncation import UNLIMITED, Truncation
-from lmapp.models import LayerGradients, RecurrentModel
+from lmapp.models import Gradients, LayerGradients, RecurrentModel
 
 # Where to measure
 
@@ -248,7 +248,7 @@ class _HeadlessModel(nn.Module):
         count = len(entering)
         states_found = torch.stack([*found[:count], torch.zeros_like(found[0])])
         outputs = torch.stack(found[count:])
-        return (LayerGradients(_State(states_found), outputs, outputs),)
+        return Gradients((LayerGradients(_State(states_found), outputs, outputs),), torch.zeros_like(outputs))
 
 
 def test_the_concatenated_cell_has_its_reference_at_lag_one():
@@ -298,7 +298,7 @@ def test_a_cell_that_reads_the_state_before_is_recognised_where_widths_agree():
             entering[:steps, 0, 0] = 0.5 ** torch.arange(steps - 1, -1, -1)
             outputs = torch.zeros(steps, 1, 1, dtype=torch.float64)
             outputs[-1] = 1
-            return (LayerGradients(_State(entering), outputs, outputs),)
+            return Gradients((LayerGradients(_State(entering), outputs, outputs),), torch.zeros_like(outputs))
 
     decay = measure(Model(Wide()), torch.zeros(1, 5, dtype=torch.int64), ProbeShape(1, 0, 3, 1, 2))
     assert decay.curve().G.tolist() == [0, 1, 0.5, 0.25]
@@ -608,7 +608,11 @@ def test_scalars_carry_the_logged_names():
         "decay/rate",
         "decay/at_truncation",
         "decay/lost_share",
+        "decay/half_life_low",
+        "decay/half_life_high",
     }
+    for name in figures:
+        assert {f"decay/inputs/{name}", f"decay/inputs/{name}_censored"} <= set(scalars)
     for layer in (0, 1):
         for component in ("joint", "h", "c"):
             assert f"decay/layer{layer}/{component}/half_life" in scalars
@@ -630,7 +634,8 @@ def test_records_are_lines_of_plain_json():
     decay = measure(model_of("lstm", num_layers=2), windows_for(shape), shape)
     records = json.loads(json.dumps(decay.records(200), allow_nan=False))
     assert [(record["layer"], record["component"]) for record in records] == [
-        (layer, component) for layer in ("all", 0, 1) for component in ("joint", "h", "c")
+        *((layer, component) for layer in ("all", 0, 1) for component in ("joint", "h", "c")),
+        ("inputs", "joint"),
     ]
     for record in records:
         assert record["step"] == 200

@@ -63,6 +63,13 @@ NETWORKS = {
         "connections": "dense",
     },
     "zoneout": {"cell": ["lstm", "gru", "vanilla"], "num_layers": None, "zoneout": 0.3, "connections": "residual"},
+    "one-hot": {"cell": ["gru", "vanilla", "lstm"], "num_layers": None, "embedding_size": 0},
+    "one-hot as wide as the layers": {
+        "cell": "gru",
+        "connections": "residual",
+        "hidden_size": V,
+        "embedding_size": 0,
+    },
     "tied": {"cell": "gru", "tie_embeddings": True, "embedding_size": 4},
 }
 
@@ -106,7 +113,7 @@ def test_against_leaves_in_a_loop(model):
     torch.manual_seed(1)
     tokens, ends = torch.randint(V, (2, STEPS)), torch.tensor([3, STEPS - 1])
     targets, states = torch.randint(V, (2, 2)), random_states(model, 2)
-    found = model.state_gradients(tokens, states, targets, ends)
+    found = model.state_gradients(tokens, states, targets, ends).layers
     assert len(found) == 3
     for b, e in itertools.product(range(2), range(2)):
         row, end = 2 * b + e, int(ends[e])
@@ -124,8 +131,58 @@ def test_against_leaves_in_a_loop(model):
                 alone = naive(*arguments, [index])
                 for ours, theirs in zip(found[index].entering, alone, strict=True):
                     torch.testing.assert_close(ours[cut, row], theirs[0], rtol=1e-10, atol=1e-12)
+    width = model.layers[0].hidden_size
     for layer in found:
-        assert all(x.shape == (STEPS + 1, 4, 4) and not x[-1].any() for x in layer.entering)
+        assert all(x.shape == (STEPS + 1, 4, width) and not x[-1].any() for x in layer.entering)
+
+
+def test_inputs_against_leaves_in_a_loop(model, monkeypatch):
+    """∂J/∂(what the first layer reads at t), with every input of a window a leaf, embedded or one-hot."""
+    torch.manual_seed(1)
+    tokens, ends = torch.randint(V, (2, STEPS)), torch.tensor([3, STEPS - 1])
+    targets, states = torch.randint(V, (2, 2)), random_states(model, 2)
+    found = model.state_gradients(tokens, states, targets, ends).inputs
+    width = V if model.embedding is None else model.embedding.embedding_dim
+    assert found.shape == (STEPS, 4, width)
+    embed = model._embed
+    for b, e in itertools.product(range(2), range(2)):
+        leaves, end = [], int(ends[e])
+
+        def leaf(token, dtype, leaves=leaves):
+            leaves.append(embed(token, dtype).detach().requires_grad_())
+            return leaves[-1]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "_embed", leaf)
+            current = tuple(type(s)(*(x[b : b + 1] for x in s)) for s in states)
+            for t in range(end + 1):
+                logits, current = model.step(tokens[b : b + 1, t], current)
+        expected = torch.autograd.grad(F.cross_entropy(logits, targets[b, e : e + 1]), leaves)
+        assert all(x.any() for x in expected)
+        torch.testing.assert_close(found[: end + 1, 2 * b + e], torch.cat(expected), rtol=1e-10, atol=1e-12)
+        assert not found[end + 1 :, 2 * b + e].any()
+
+
+@pytest.mark.parametrize("embedding_size", [0, 3])
+def test_inputs_against_finite_differences(embedding_size):
+    """The loss under inputs moved by a little, one number at a time: embedded, or one-hot."""
+    torch.manual_seed(0)
+    model = RecurrentModel(V, cell="gru", hidden_size=3, embedding_size=embedding_size).double()
+    tokens, target = torch.randint(V, (1, STEPS)), torch.tensor([[2]])
+    states = random_states(model, 1)
+    found = model.state_gradients(tokens, states, target, torch.tensor([STEPS - 1])).inputs
+    vectors = model.embedding(tokens) if embedding_size else F.one_hot(tokens, V).double()
+
+    def loss(x):
+        outputs, _ = model.layers[0](x.transpose(0, 1), states[0])
+        return F.cross_entropy(model.head(outputs[-1]), target[0]).item()
+
+    for t, unit in itertools.product(range(STEPS), range(vectors.shape[-1])):
+        change = torch.zeros_like(vectors)
+        change[0, t, unit] = 1e-6
+        with torch.no_grad():
+            difference = (loss(vectors + change) - loss(vectors - change)) / 2e-6
+        assert found[t, 0, unit].item() == pytest.approx(difference, abs=1e-8)
 
 
 def cut_output(patch, model, index, time, leaves):
@@ -149,7 +206,7 @@ def test_outputs_against_leaves(model, monkeypatch):
     torch.manual_seed(1)
     tokens, end = torch.randint(V, (1, STEPS)), STEPS - 2
     target, states = torch.randint(V, (1, 1)), random_states(model, 1)
-    found = model.state_gradients(tokens, states, target, torch.tensor([end]))
+    found = model.state_gradients(tokens, states, target, torch.tensor([end])).layers
     for index in range(3):
         assert found[index].outputs.shape == (STEPS, 1, model.layers[index].output_size)
         for time in range(STEPS):
@@ -170,7 +227,7 @@ def test_what_the_readout_takes_directly(model):
     torch.manual_seed(1)
     tokens, end = torch.randint(V, (1, STEPS)), STEPS - 2
     target, states = torch.randint(V, (1, 1)), random_states(model, 1)
-    found = model.state_gradients(tokens, states, target, torch.tensor([end]))
+    found = model.state_gradients(tokens, states, target, torch.tensor([end])).layers
     model.eval()
     _, before = model(tokens[:, :end], states)
     stack, leaves = model._stack(tokens[:, end], torch.float64), []
@@ -196,7 +253,7 @@ def test_against_finite_differences(cell):
     model = RecurrentModel(V, cell=cell, hidden_size=3, num_layers=2).double()
     tokens, target, end = torch.randint(V, (1, STEPS)), torch.tensor([[2]]), STEPS - 1
     states = random_states(model, 1)
-    found = model.state_gradients(tokens, states, target, torch.tensor([end]))
+    found = model.state_gradients(tokens, states, target, torch.tensor([end])).layers
     _, before = model(tokens[:, :3], states)
 
     def loss(changed):
@@ -230,7 +287,10 @@ def test_precision_is_fp32_whatever_the_training_has():
     arguments = (torch.randint(V, (2, STEPS)), model.initial_state(2), torch.randint(V, (2, 2)), torch.tensor([4, 6]))
     plain = model.state_gradients(*arguments)
     model.compute_dtype = torch.bfloat16
-    for ours, theirs in zip(model.state_gradients(*arguments), plain, strict=True):
+    found = model.state_gradients(*arguments)
+    assert torch.equal(found.inputs, plain.inputs)
+    assert found.inputs.dtype == torch.float32
+    for ours, theirs in zip(found.layers, plain.layers, strict=True):
         assert torch.equal(ours.outputs, theirs.outputs)
         assert ours.outputs.dtype == torch.float32
         assert all(map(torch.equal, ours.entering, theirs.entering))
@@ -301,12 +361,13 @@ def test_lstm_without_weights_counts_its_memory_once():
         nn.init.zeros_(parameter)
     model.head.weight.data[0] = 1
     tokens = torch.zeros(1, 4, dtype=torch.int64)
-    (found,) = model.state_gradients(tokens, model.initial_state(1), tokens[:, :1], torch.tensor([3]))
+    (found,), inputs = model.state_gradients(tokens, model.initial_state(1), tokens[:, :1], torch.tensor([3]))
     h = (found.entering.h[1:] + found.outputs).flip(0).flatten()
     c = found.entering.c[1:].flip(0).flatten()
     assert h[0].item() == pytest.approx(-0.5, abs=1e-12)
     assert (torch.hypot(h, c) / h[0].abs()).tolist() == pytest.approx([1, 1 / 4, 1 / 8, 1 / 16], abs=1e-12)
     assert h[1:].tolist() == [0, 0, 0]
+    assert not inputs.any()  # which no weight reads
 
 
 def decay(cell, steps, upstream):
