@@ -42,6 +42,9 @@ class Bounds:
 TAG_LENGTH = 64
 """Of a tag in W&B, at most."""
 
+TASKS = {"copy": 1, "order": 10, "adding": 10, "brackets": 1}
+"""The tasks, and the characters of a record after its line end up to the last that can bear on the first answer."""
+
 BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 """How true and false may be written."""
 
@@ -68,6 +71,16 @@ class DataConfig:
     """Which of its configurations."""
     hub_split: Text = "train"
     """Which of its splits."""
+    task: Literal["copy", "order", "adding", "brackets"] | None = None
+    """A made text instead, of records that ask for what lies far back: symbols to be copied, the order of two marks,
+    the sum of two digits, a closing bracket. Only answers are scored; every record starts from the initial state."""
+    task_delay: Count = 100
+    """Steps between the last input that bears on an answer and its prediction: the lag that the gradient has to
+    bridge. Where inputs lie at random places, at least so many."""
+    task_length: Count = 3
+    """Symbols that copy has to repeat."""
+    task_records: Count = 10_000
+    """Records to train on; for validation a tenth as many more, at least 100 and at most 1,000."""
     column: Text = "text"
     """The column of rows (.jsonl, .csv, .parquet, hub) that holds the text."""
     separator: str | None = None
@@ -111,13 +124,24 @@ class DataConfig:
     batch_size: Count = 32
     """B, the rows of text read side by side."""
     sequence_length: Count = 64
-    """T, the characters of each row in one step."""
+    """T, the characters of each row in one step. Of a task by default exactly a record."""
     shift_epochs: bool = False
     """Cut each pass over the text into windows at other places than the one before."""
     cache_dir: Text = "data/cache"
     """Where corpora and their encoded form are kept."""
     shrink: bool = True
     """Let batch_size and sequence_length shrink, and say so, for a text too short for them; `false` refuses it."""
+
+    @property
+    def answers(self) -> int:
+        """Characters of a task's answer."""
+        return self.task_length if self.task == "copy" else 1
+
+    @property
+    def record(self) -> int:
+        """Characters of a task's record: its line end, what bears on the answer, the delay, the answer."""
+        assert self.task is not None
+        return 1 + TASKS[self.task] + self.task_delay + self.answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +210,8 @@ class TrainConfig:
     """Stop after so many minutes of training steps (turned into a number of steps once, after 50 of them)."""
     max_epochs: Count | None = None
     """Stop after so many passes over the text. Without any limit: 5 minutes."""
+    target_accuracy: Annotated[float, Bounds(low=0, high=1, open_low=True)] | None = None
+    """Stop when validation finds so large a share of a task's answers right."""
     learning_rate: Positive = 4e-3
     """Peak learning rate."""
     optimizer: Literal["adamw", "adam", "rmsprop", "sgd"] = "adamw"
@@ -202,6 +228,8 @@ class TrainConfig:
     """Largest global norm of the gradient; `none` for no clipping by norm."""
     clip_value: Positive | None = None
     """Largest absolute entry of the gradient, instead of clip_norm."""
+    omega: NonNegative = 0.0
+    """Weight of Pascanu's Ω, which keeps the gradient of vanilla cells at its length from step to step; 0 for none."""
     bptt: Literal["block", "full", "sliding", "randomised"] = "block"
     """Where the gradient through time is cut: every truncation_length steps; nowhere, a window being a row's whole
     text; so many steps before each loss; at random."""
@@ -235,6 +263,12 @@ class GradientsConfig:
     """K, the longest lag. By default twice the steps that a loss looks back at most, and no more than 512."""
     windows: Count = 8
     """Windows of validation text it is measured on."""
+    budget: Annotated[float, Bounds(low=0, high=1, open_low=True, open_high=True)] | None = None
+    """Largest share of the training time that measuring may take, as 0.02 for 2 %: every_steps is raised to keep it,
+    once 50 steps have been timed. By default there is no limit."""
+    spectrum_every_steps: Steps = 2000
+    """Measure spectral norm, spectral radius and Lyapunov exponent of the state's Jacobian before the first step, every
+    so many steps and at the end; 0, or every_steps 0, turns it off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,6 +319,7 @@ RESUMABLE = frozenset(
         "train.max_steps",
         "train.max_minutes",
         "train.max_epochs",
+        "train.target_accuracy",
         "train.val_every_steps",
         "train.checkpoint_minutes",
         "data.cache_dir",
@@ -351,8 +386,8 @@ def _repeated(node: Any) -> Any:
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with every option of `over` put in its place; sections are merged, options replaced.
 
-    A text that `over` names takes the place of the one that `base` names, whether files, a named corpus or one on the
-    hub.
+    A text that `over` names takes the place of the one that `base` names, whether files, a named corpus, one on the hub
+    or a task.
     """
     base, over = _canonical(base), _canonical(over)
     merged = dict(base)
@@ -362,7 +397,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         merged[key] = {**below, **value} if both else value  # type: ignore[dict-item]
     named = over.get("data")
     if isinstance(named, Mapping):
-        texts: dict[str, Any] = {"path": [], "corpus": DataConfig().corpus, "hub": None}
+        texts: dict[str, Any] = {"path": [], "corpus": DataConfig().corpus, "hub": None, "task": None}
         if any(named.get(name) for name in texts):
             merged["data"] |= {name: texts[name] for name in texts.keys() & merged["data"].keys() - named.keys()}
     return merged
@@ -405,6 +440,8 @@ def build(options: Mapping[str, Any], *, source: str | None = None) -> Config:
     elif train.clip_value is not None and train.clip_norm is not None:
         raise UsageError("--train.clip-value and --train.clip-norm exclude each other: set one of them to none.")
     _check_data(config)
+    if config.data.task is not None:
+        config = _of_task(config, options.get("data", {}))
     data = config.data
     if (data.val_fraction or 0.0) + data.test_fraction >= 1:
         raise UsageError(
@@ -416,6 +453,10 @@ def build(options: Mapping[str, Any], *, source: str | None = None) -> Config:
         raise UsageError(f"--logging.tags: W&B takes tags of at most {TAG_LENGTH} characters, not {long!r}.")
     _check_model(config.model)
     _check_truncation(config)
+    if config.train.omega:
+        _check_omega(config)
+    if config.gradients.budget is not None:
+        _check_budget(config)
     return config
 
 
@@ -428,6 +469,12 @@ def _check_data(config: Config) -> None:
 
     if data.path and data.hub is not None:
         raise UsageError("--data.path and --data.hub exclude each other: train on files or on a data set of the hub.")
+    if data.task is not None:
+        _check_task(config)
+    elif idle := changed("task_delay", "task_length", "task_records"):
+        raise UsageError(f"{idle[0]} is an option of --data.task, which names none.")
+    elif config.train.target_accuracy is not None:
+        raise UsageError("--train.target-accuracy is an option of --data.task: other texts have no answers.")
     if data.hub is None and (idle := changed("hub_config", "hub_split")):
         raise UsageError(f"{idle[0]} is an option of --data.hub, which names no data set.")
     if data.alphabet == "bytes":
@@ -464,6 +511,61 @@ def _check_data(config: Config) -> None:
         raise UsageError("--data.alphabet bytes: an infill model restores characters. Use --data.byte-fallback true.")
     if data.reset_state and config.model.kind != "recurrent":
         raise UsageError(f"--data.reset-state is an option of kind recurrent; --model.kind is {config.model.kind}.")
+
+
+_OPTIONS_OF_TEXTS = (
+    "path",
+    "corpus",
+    "hub",
+    "hub_config",
+    "hub_split",
+    "column",
+    "separator",
+    "encoding",
+    "errors",
+    "newlines",
+    "normalization",
+    "lowercase",
+    "alphabet",
+    "min_count",
+    "byte_fallback",
+    "val_fraction",
+    "test_fraction",
+    "split_at",
+    "val_path",
+    "test_path",
+    "streaming",
+    "stream_steps",
+    "alphabet_from",
+    "shuffle_files",
+)
+"""The options of a text that a task, which is made, does not read."""
+
+
+def _check_task(config: Config) -> None:
+    """Refuse options that a task contradicts or does not read."""
+    data, unset = config.data, DataConfig()
+    for name in _OPTIONS_OF_TEXTS:
+        if getattr(data, name) != getattr(unset, name):
+            raise UsageError(
+                f"{option_name(('data', name))} and --data.task exclude each other: a task's text is made, with an "
+                "alphabet and a\nvalidation split of its own."
+            )
+    if config.model.kind == "infill":
+        raise UsageError("--data.task: an infill model reads past an answer. Use --model.kind recurrent or window.")
+    if data.task != "copy" and data.task_length != unset.task_length:
+        raise UsageError(f"--data.task-length is an option of --data.task copy, which is {data.task}.")
+    if data.task == "copy" and data.task_delay < data.task_length:
+        raise UsageError(
+            f"--data.task-delay {data.task_delay} is shorter than what is to be copied, --data.task-length "
+            f"{data.task_length}: the copy would begin before its end."
+        )
+
+
+def _of_task(config: Config, given: Mapping[str, Any]) -> Config:
+    """The configuration of a task, whose records start from the initial state and are a window each unless given."""
+    data = replace(config.data, reset_state=config.model.kind == "recurrent")
+    return replace(config, data=data if "sequence_length" in given else replace(data, sequence_length=data.record))
 
 
 def _check_model(model: ModelConfig) -> None:
@@ -561,6 +663,39 @@ def _check_truncation(config: Config) -> None:
             f"--train.bptt and --train.truncation-length are options of kind recurrent; "
             f"--model.kind is {config.model.kind}."
         )
+
+
+def _check_omega(config: Config) -> None:
+    """Refuse Ω for networks and gradients that it is not defined for."""
+    model, bptt = config.model, config.train.bptt
+    if model.kind != "recurrent":
+        raise UsageError(f"--train.omega is an option of kind recurrent; --model.kind is {model.kind}.")
+    if other := next((name for name in model.cells if name != "vanilla"), None):
+        raise UsageError(
+            f"--train.omega is an option of vanilla cells; one here is {other}. Ω is of the one product, W_hhᵀ(φ′∘g),\n"
+            "by which those hand a gradient back; where there are gates there is no such one."
+        )
+    if bptt in ("sliding", "randomised"):
+        why = (
+            "sliding, which has\nanother one for every group of losses."
+            if bptt == "sliding"
+            else "randomised, which\ntrains on an estimate, longer or shorter by chance."
+        )
+        raise UsageError(f"--train.omega is made of one gradient of each state, so it goes not with --train.bptt {why}")
+    for name in ("weight_drop", "zoneout"):
+        if getattr(model, name):
+            raise UsageError(
+                f"--train.omega and --model.{name.replace('_', '-')} exclude each other: what a step hands back then "
+                "does not pass the whole\nrecurrent matrix, or not it alone, and Ω is of that matrix."
+            )
+
+
+def _check_budget(config: Config) -> None:
+    """Refuse a budget where nothing is measured."""
+    if config.gradients.every_steps == 0:
+        raise UsageError("--gradients.budget does nothing to --gradients.every-steps 0, which turns measuring off.")
+    if config.model.kind == "infill":
+        raise UsageError("--gradients.budget: there is no gradient decay of --model.kind infill to be measured.")
 
 
 def option_names(kind: Any = None) -> list[tuple[str, ...]]:

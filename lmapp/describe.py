@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import rich.console
 import torch
 from rich.markup import escape
@@ -20,7 +21,9 @@ from rich.table import Table
 from lmapp.config import Config, DataConfig, TrainConfig
 from lmapp.data.http import without_password
 from lmapp.data.streaming import Batches
+from lmapp.data.tasks import Task, task_of
 from lmapp.gradients.decay import Decay, cut_recurrence_warning, verdict
+from lmapp.gradients.norms import advice
 from lmapp.gradients.truncation import Truncation
 from lmapp.training import memory, plan
 from lmapp.training.module import Progress
@@ -67,6 +70,9 @@ def encoding_progress(console: rich.console.Console) -> Iterator[Any]:
 def text(console: rich.console.Console, config: Config, facts: Mapping[str, Any]) -> None:
     """The corpus, by the facts that were found when it was encoded."""
     data = config.data
+    if (made := task_of(data)) is not None:
+        _task(console, made, facts)
+        return
     source = f"{data.corpus} (a named corpus)"
     if data.path:
         source = _named(data.path)
@@ -92,6 +98,26 @@ def text(console: rich.console.Console, config: Config, facts: Mapping[str, Any]
     if data.streaming and facts["baseline_split"] == "train":
         baselined = "the stream's beginning"
     line(console, "baselines", f"{_baselines(config, facts)} on {baselined}")
+
+
+def _task(console: rich.console.Console, task: Task, facts: Mapping[str, Any]) -> None:
+    """A made text: there are no files, and what counts is its answers."""
+    line(
+        console,
+        "corpus",
+        f"{task.kind}, a task of delay {task.delay:,}: records of {task.record:,} characters, "
+        f"{facts['train_records']:,} to train on, {facts['validation_records']:,} for validation",
+    )
+    (example,) = task.records(1, np.random.default_rng(0))
+    text = example.tobytes().decode()[1:]
+    shown = text if len(text) <= 60 else f"{text[:30]} … {text[-20:]}"
+    line(console, "record", f"{shown}  (scored: {count(task.answers, 'character')} at the end)")
+    line(console, "alphabet", count(facts["alphabet"], "character"))
+    line(console, "chance", _chance(task))
+
+
+def _chance(task: Task) -> str:
+    return f"accuracy 1/{task.choices}, {math.log(task.choices):.4f} nats, perplexity {task.choices}"
 
 
 def _named(paths: Sequence[str]) -> str:
@@ -201,15 +227,27 @@ def steps(
     model = config.model
     rows, length = count(batches.batch_size, "row"), count(batches.sequence_length, "character")
     carried = "state carried on" if config.train.carry_state else "state reset at every window"
+    if config.data.task is not None and config.data.reset_state and config.train.carry_state:
+        carried += ", initial at every record"
     if model.kind == "infill":
         carried = f"each window by itself, {100 * model.mask_fraction:g} % of it masked"
     if truncation.mode == "full":
-        carried = "each row's whole text at once (--data.sequence-length is not read)"
+        read = "each row's whole text" if config.data.task is None else "each record"
+        carried = f"{read} at once (--data.sequence-length is not read)"
     whole = "window of the stream" if config.data.streaming else "pass"
     line(console, "batches", f"{rows} × {length}, {count(len(batches), 'step')} a {whole}, {carried}")
     if (processes := how["processes"]) > 1:
         line(console, "processes", f"{processes}, {count(batches.batch_size // processes, 'row')} each")
     _cuts(console, config.train, batches, truncation)
+    bridged = model.kind == "window" or config.data.task is None  # all that a window model reads it has a gradient of
+    if not bridged and (back := truncation.look_back[1]) <= config.data.task_delay:
+        note(
+            console,
+            f"No gradient bridges the delay of {count(config.data.task_delay, 'step')}: the losses look back "
+            f"{count(back, 'step')} at most. Windows of --data.sequence-length {config.data.record} are a record each.",
+        )
+    if config.train.omega:
+        line(console, "regulariser", f"Ω with weight {config.train.omega:g}, for a gradient as long at every step")
     if truncation.mode == "full":
         left = memory.available(torch.device(how["device"]))
         there = "" if left is None else f"; {size(left)} are available"
@@ -305,7 +343,11 @@ def figures(
                 f"{row['val/infill_loss']:.4f} nats per masked character"
                 if "val/infill_loss" in row
                 else f"{row['val/loss']:.4f} nats, perplexity {row['val/perplexity']:.3f}, "
-                f"{row['val/bits_per_char']:.4f} bits per character"
+                + (
+                    f"{row['val/bits_per_char']:.4f} bits per character"
+                    if "val/accuracy" not in row
+                    else f"accuracy {row['val/accuracy']:.4f}"
+                )
             )
             table.add_row(name, f"{losses} (step {int(row['step']):,})")
     table.add_row("baselines", _baselines(config, facts))
@@ -316,6 +358,13 @@ def figures(
     )
     share = 100 * progress.clip_events / max(1, progress.step)
     table.add_row("clipping", f"{progress.clip_events:,} of {progress.step:,} gradients clipped ({share:.1f} %)")
+    train = config.train
+    found = advice(progress.norms, train.clip_norm, progress.clip_events, by_value=train.clip_value is not None)
+    if found.mean is not None:
+        quantiles = ", ".join(f"{percentage} % {norm:.3g}" for percentage, norm in found.quantiles.items())
+        name = "largest entries" if found.quantity == "largest entry" else "gradient norms"
+        table.add_row(name, f"mean {found.mean:.3g}; quantiles {quantiles}")
+    table.add_row("threshold", found.sentence)
     if progress.nonfinite_events:
         table.add_row("non-finite", f"{progress.nonfinite_events:,} gradients discarded")
     if decay is not None:
@@ -336,7 +385,7 @@ def ways_on(console: rich.console.Console, kind: str, name: str, imports: str) -
     """The commands for what was trained, with the options that import its cells."""
     commands = {
         "recurrent": ("generate", "evaluate", "gradients", "compare"),
-        "window": ("generate", "evaluate", "compare"),
+        "window": ("generate", "evaluate", "gradients", "compare"),
         "infill": ("infill", "evaluate", "compare"),
     }
     for command in commands[kind]:
@@ -345,6 +394,8 @@ def ways_on(console: rich.console.Console, kind: str, name: str, imports: str) -
 
 def _baselines(config: Config, facts: Mapping[str, Any]) -> str:
     """What counting characters comes to. A masked one has two neighbours: a bigram knows but the left one."""
+    if (task := task_of(config.data)) is not None:
+        return f"chance: {_chance(task)}"
     if config.model.kind == "infill":
         return f"unigram {facts['unigram_bits'] * math.log(2):.4f} nats per character"
     return f"unigram {facts['unigram_bits']:.3f}, bigram {facts['bigram_bits']:.3f} bits per character"

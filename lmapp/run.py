@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 import lightning
+import numpy as np
 import torch
 import yaml
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -29,16 +30,19 @@ from rich.console import Console
 
 from lmapp import checkpoint, describe
 from lmapp.callbacks.clipping import ClipEvents
-from lmapp.callbacks.decay import DecayProbe
+from lmapp.callbacks.decay import DecayProbe, place
 from lmapp.callbacks.metrics import TrainingFigures
 from lmapp.callbacks.progress import ProgressDisplay
 from lmapp.callbacks.samples import InfillSamples, Samples
+from lmapp.callbacks.spectrum import SpectrumProbe
+from lmapp.callbacks.updates import UpdateFigures
 from lmapp.config import RESUMABLE, Config, build, differences, merge, option_name, read_yaml
 from lmapp.data.datamodule import TextDataModule
 from lmapp.data.encoded import EncodedCorpus
 from lmapp.data.http import without_password
+from lmapp.data.tasks import task_of
 from lmapp.errors import LmappError, UsageError
-from lmapp.gradients.decay import ProbeShape, not_defined, probe_shape, probe_windows
+from lmapp.gradients.decay import ProbeShape, not_defined
 from lmapp.loggers import wandb as wandb_runs
 from lmapp.loggers.records import SUMMARY, LocalLogger, Records
 from lmapp.models import InfillModel, Network, make_model
@@ -48,7 +52,7 @@ from lmapp.training.module import LanguageModule
 from lmapp.training.processes import Ranks
 from lmapp.training.saving import EndOfStep, SafeCheckpointIO, keep_as_best
 from lmapp.training.truncation import check_resets, kernels, resolve
-from lmapp.training.validation import InfillValidation, Validation
+from lmapp.training.validation import InfillValidation, TaskValidation, Validation
 from lmapp.units import count
 
 COMPLETE = "complete"
@@ -149,7 +153,7 @@ def _taken_up(name: str, runs_dir: str, changes: Mapping[str, Any], console: Con
         raise UsageError(
             f"{options} cannot change when a run goes on: only limits and logging can.\nStart a new run instead."
         )
-    limits = ("train.max_steps", "train.max_minutes", "train.max_epochs")
+    limits = ("train.max_steps", "train.max_minutes", "train.max_epochs", "train.target_accuracy")
     replan = any(name in limits for name, _, _ in differences(old, config))
     if saved["progress"]["state"] == "finished" and not replan:
         if ranks.first:
@@ -224,7 +228,7 @@ class _Assembly:
         torch.manual_seed(config.seed)
         model = make_model(len(data.vocabulary), config.model).to(device)
         model.compute_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-        self.probe_shape, self.probe_note = self._probe_shape(corpus)
+        self.probe_shape, self.probe_note, self.probe_windows = self._place_probe(corpus)
         shape = batches.batch_size // ranks.world, batches.sequence_length, batches.longest
         if batches.resets:
             check_resets(model)
@@ -271,7 +275,7 @@ class _Assembly:
         records = Records(directory)
         if saved and ranks.first:
             self._take_up(saved, records)
-        probe = self._probe(corpus, records)
+        probe = self._probe(records)
         self._describe(data, module)
         wandb_run, written = self._open_wandb(data.corpus_name) if ranks.first else (None, set())
         loggers: list[Any] = [LocalLogger(records)] if ranks.first else []
@@ -393,32 +397,33 @@ class _Assembly:
             )
         return total
 
-    def _probe_shape(self, corpus: EncodedCorpus) -> tuple[ProbeShape | None, str]:
-        """Where gradient decay is measured, if it is on and the text is long enough, and what is to be said of it."""
+    def _place_probe(self, corpus: EncodedCorpus) -> tuple[ProbeShape | None, str, np.ndarray | None]:
+        """Where gradients are measured, if they are and the text is long enough, and what is to be said of it."""
         settings = self.config.gradients
         if settings.every_steps == 0:
-            return None, ""
-        if self.config.model.kind != "recurrent":
-            return None, f"no gradient decay is measured: {not_defined(self.config.model.kind)}"
-        return probe_shape(
-            len(corpus.validation),
-            len(corpus.train),
-            truncation_length=self.truncation.length,
+            return None, "", None
+        if self.config.model.kind == "infill":
+            return None, f"no gradient decay is measured: {not_defined('infill')}", None
+        return place(
+            self.config,
+            self.truncation,
+            corpus.validation,
+            corpus.train,
+            task=task_of(self.config.data),
             windows=settings.windows,
             max_lag=settings.max_lag,
-            look_back=self.truncation.look_back,
         )
 
-    def _probe(self, corpus: EncodedCorpus, records: Records) -> DecayProbe | None:
-        shape = self.probe_shape
-        if shape is None:
+    def _probe(self, records: Records) -> DecayProbe | None:
+        if self.probe_shape is None or self.probe_windows is None:
             return None
-        ids = corpus.validation if shape.source == "validation" else corpus.train
-        windows = probe_windows(ids, shape, self.config.seed)
-        return DecayProbe(windows, shape, self.config.gradients.every_steps, records)
+        settings = self.config.gradients
+        return DecayProbe(
+            self.probe_windows, self.probe_shape, settings.every_steps, records, settings.budget, self._say
+        )
 
     def _callbacks(self, data: TextDataModule, records: Records, probe: DecayProbe | None) -> list[lightning.Callback]:
-        """In the order of a step's end: events, figures, validation, decay, sample, display, logging and saving.
+        """In the order of a step's end: events, figures, validation, decay, spectrum, sample, display, saving.
 
         Only validation and saving are the work of all processes.
         """
@@ -428,6 +433,7 @@ class _Assembly:
         callbacks: list[lightning.Callback] = [
             ClipEvents(records, data.vocabulary),
             TrainingFigures(config.logging.every_steps),
+            UpdateFigures(config.logging.every_steps),
         ]
         validates = len(corpus.validation) > 1
         vocabulary, every = data.vocabulary, train.val_every_steps
@@ -435,7 +441,13 @@ class _Assembly:
         if config.model.kind == "infill":
             window = data.train_dataloader().sequence_length
             masking = {"mask_fraction": config.model.mask_fraction, "window": window}
-        if validates:
+        if (task := task_of(config.data)) is not None:
+            # First: it may end the run, at which the figures of the last steps are due.
+            validation, rows = corpus.validation, config.data.batch_size
+            callbacks.insert(
+                0, TaskValidation(validation, vocabulary, rows, every, scored=task.scored, ranks=self.ranks)
+            )
+        elif validates:
             rows = config.data.batch_size
             starts = corpus.starts["validation"] if config.data.reset_state else None
             callbacks.append(
@@ -445,6 +457,9 @@ class _Assembly:
             )
         if probe is not None:
             callbacks.append(probe)
+            every_spectrum = config.gradients.spectrum_every_steps
+            if config.model.kind == "recurrent" and every_spectrum:
+                callbacks.append(SpectrumProbe(probe.windows, probe.shape, every_spectrum, config.seed))
         if masking:
             ids = corpus.validation if validates else corpus.train
             callbacks.append(InfillSamples(records, vocabulary, every, ids=ids, seed=config.seed, **masking))
@@ -525,6 +540,9 @@ class _Assembly:
             "seconds": progress.seconds,
             "parameters": self.extras["parameters"],
             "clip_events": progress.clip_events,
+            "clip_share": progress.clip_events / max(1, progress.step),
+            "norm_mean": progress.norms.mean,
+            **progress.norms.percentiles(),
             "nonfinite_events": progress.nonfinite_events,
             "unigram_bits": facts["unigram_bits"],
             "bigram_bits": facts["bigram_bits"],

@@ -85,7 +85,7 @@ EVERYTHING: dict[str, Any] = {
         "precision": "fp32",
         "device": "cpu",
     },
-    "gradients": {"every_steps": 0, "max_lag": 2, "windows": 1},
+    "gradients": {"every_steps": 0, "max_lag": 2, "windows": 1, "spectrum_every_steps": 7},
     "logging": {
         "wandb": "disabled",
         "project": "p",
@@ -111,6 +111,13 @@ APART: dict[tuple[str, str], dict[str, Any]] = {
     ("data", "shift_epochs"): {"data": {"shift_epochs": True}},
     ("data", "val_path"): {"data": {"val_path": ["v.txt"]}},
     ("data", "test_path"): {"data": {"test_path": ["t.txt"]}},
+    ("gradients", "budget"): {"gradients": {"budget": 0.5}},
+    ("train", "omega"): {"model": {"cell": "vanilla"}, "train": {"omega": 0.5}},
+    ("data", "task"): {"data": {"task": "copy"}},
+    ("data", "task_delay"): {"data": {"task": "order", "task_delay": 7}},
+    ("data", "task_length"): {"data": {"task": "copy", "task_length": 5}},
+    ("data", "task_records"): {"data": {"task": "copy", "task_records": 500}},
+    ("train", "target_accuracy"): {"data": {"task": "copy"}, "train": {"target_accuracy": 0.5}},
     ("model", "kind"): {"model": {"kind": "window"}},
     ("model", "window"): {"model": {"kind": "window", "window": 3}},
     ("model", "forget_bias"): {"model": {"forget_bias": -1.5}},
@@ -126,7 +133,10 @@ NEEDED: dict[tuple[str, ...], dict[str, Any]] = {
     ("train", "momentum"): {"train": {"optimizer": "sgd"}},
     ("train", "truncation_length"): {"train": {"bptt": "sliding"}},
     ("train", "stride"): {"train": {"bptt": "sliding"}},
-    **{keys: {keys[0]: {k: v for k, v in given[keys[0]].items() if k != keys[1]}} for keys, given in APART.items()},
+    **{
+        keys: {**given, keys[0]: {k: v for k, v in given[keys[0]].items() if k != keys[1]}}
+        for keys, given in APART.items()
+    },
 }
 """What has to be given beside an option, so that it may be."""
 

@@ -2,35 +2,126 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import lightning
 import numpy as np
 import torch
 
-from lmapp.gradients.decay import Decay, ProbeShape, measure
+from lmapp.config import Config
+from lmapp.data.tasks import Task
+from lmapp.gradients.decay import JOINT, Decay, ProbeShape, measure, probe_shape, probe_windows
+from lmapp.gradients.records import record_shape, record_windows
+from lmapp.gradients.truncation import Truncation
 from lmapp.loggers.records import DECAY, Records, read_lines
-from lmapp.loggers.wandb import DECAY_CURVES
+from lmapp.loggers.wandb import DECAY_CURVES, DECAY_HISTORY
+from lmapp.training import plan
 from lmapp.training.module import LanguageModule
+
+
+def affordable(every_steps: int, cost: float, step_seconds: float, budget: float) -> int:
+    """The smallest multiple of `every_steps` at which measuring takes at most its share of the training's time.
+
+    Args:
+        every_steps: the least interval, in steps.
+        cost: seconds of one measurement.
+        step_seconds: of one step.
+        budget: the seconds of measuring for each second of training steps.
+    """
+    return every_steps * max(1, math.ceil(cost / (budget * step_seconds * every_steps)))
+
+
+def place(
+    config: Config,
+    truncation: Truncation,
+    validation: np.ndarray,
+    train: np.ndarray,
+    *,
+    task: Task | None,
+    windows: int,
+    max_lag: int | None,
+) -> tuple[ProbeShape | None, str, np.ndarray | None]:
+    """Where a model's gradients are measured.
+
+    Args:
+        config: of its run, whose seed and kind of model count.
+        truncation: of its training.
+        validation: ids of the text it is not trained on.
+        train: ids of the text it is; of it the end is taken, where the other is too short.
+        task: of whose records `validation` is made, if it is.
+        windows: N.
+        max_lag: K, if it is given.
+
+    Returns:
+        The windows' shape, in words what is not as asked for, and the windows; no shape and no windows where nothing
+        can be measured.
+    """
+    look_back = truncation.look_back
+    if task is not None:
+        shape, note = record_shape(
+            task.record,
+            len(validation) // task.record,
+            min(4, task.answers),
+            truncation_length=truncation.length,
+            windows=windows,
+            max_lag=max_lag,
+            look_back=look_back,
+        )
+        return shape, note, record_windows(validation, shape, config.seed)
+    if config.model.kind == "window":
+        look_back = config.model.window, config.model.window
+    fitted, note = probe_shape(
+        len(validation),
+        len(train),
+        truncation_length=truncation.length,
+        windows=windows,
+        max_lag=max_lag,
+        look_back=look_back,
+    )
+    if fitted is None:
+        return None, note, None
+    ids = validation if fitted.source == "validation" else train
+    return fitted, note, probe_windows(ids, fitted, config.seed)
 
 
 class DecayProbe(lightning.Callback):
     """Measures before the first step, every `every_steps` steps and at the end, on the same windows all along.
 
+    With a budget the interval is decided once, and kept in the run's progress: at the first multiple of `every_steps`
+    by which `plan.TIMED_STEPS` steps were timed, from what the measurement taken there costs. The one before the first
+    step would not do, as it warms up; and until the cost is known there is no other, which could be too much already.
+
     Args:
-        windows: (N, W + K + m + 1) ids from `lmapp.gradients.decay.probe_windows`.
+        windows: (N, W + K + m + 1) ids from `place`.
         shape: their shape.
         every_steps: 0 for never.
         records: where decay.jsonl is.
+        budget: share of the training's time that measuring may take; None for any.
+        say: told the interval that the budget comes to.
     """
 
-    def __init__(self, windows: np.ndarray, shape: ProbeShape, every_steps: int, records: Records) -> None:
+    def __init__(
+        self,
+        windows: np.ndarray,
+        shape: ProbeShape,
+        every_steps: int,
+        records: Records,
+        budget: float | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self.windows = torch.from_numpy(windows)
         self.shape = shape
         self.every_steps = every_steps
         self.records = records
+        self.budget = budget
+        self.say = say
         self.latest: Decay | None = None
         self.latest_step = 0
+        self._step_seconds: deque[float] = deque(maxlen=plan.TIMED_STEPS)
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Measure the untrained network; a resumed run has that behind it."""
@@ -43,8 +134,30 @@ class DecayProbe(lightning.Callback):
     ) -> None:
         """Measure if it is due."""
         assert isinstance(pl_module, LanguageModule)
-        if pl_module.due(self.every_steps):
+        progress = pl_module.progress
+        self._step_seconds.append(pl_module.step_seconds)
+        if self.budget is None or progress.decay_every_steps is not None:
+            if pl_module.due(progress.decay_every_steps or self.every_steps):
+                self._measure(pl_module)
+        elif progress.finished:
             self._measure(pl_module)
+        elif pl_module.due(self.every_steps) and len(self._step_seconds) == plan.TIMED_STEPS:
+            progress.decay_every_steps = self._decide(pl_module, self.budget)
+
+    def _decide(self, module: LanguageModule, budget: float) -> int:
+        """Measure, and say how often that can be afforded."""
+        if self.latest is None:  # resumed: the first measurement of a process warms up
+            measure(module.model, self.windows.to(module.device), self.shape)
+        started = time.perf_counter()
+        self._measure(module)
+        cost, step = time.perf_counter() - started, plan.pace(list(self._step_seconds))
+        every = affordable(self.every_steps, cost, step, budget)
+        instead = "" if every == self.every_steps else f" instead of {self.every_steps:,}"
+        self.say(
+            f"Gradient decay is measured every {every:,} steps{instead}: that takes {cost:.2g} s each time, "
+            f"{100 * cost / (every * step):.2g} % of the training's."
+        )
+        return every
 
     def _measure(self, module: LanguageModule) -> None:
         self.latest = measure(module.model, self.windows.to(module.device), self.shape)
@@ -53,5 +166,8 @@ class DecayProbe(lightning.Callback):
             self.records.append_json(DECAY, record)
         module.figures.update(self.latest.scalars())
         # The chart overlays every measured step, so it is made from the file that holds them all.
+        quoted = (self.latest.quoted, JOINT)
         lines = read_lines(self.records.directory / DECAY)
-        module.figures[DECAY_CURVES] = [r for r in lines if (r["layer"], r["component"]) == ("all", "joint")]
+        module.figures[DECAY_CURVES] = [r for r in lines if (r["layer"], r["component"]) == quoted]
+        if module.progress.finished:
+            module.figures[DECAY_HISTORY] = module.figures[DECAY_CURVES]

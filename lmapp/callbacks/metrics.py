@@ -1,4 +1,4 @@
-"""Training figures: what is logged of the steps since the last time."""
+"""Training figures: what is logged of the steps since the last time, and of the norms of all."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from typing import Any
 
 import lightning
 
+from lmapp.loggers.wandb import NORMS
 from lmapp.training.module import LanguageModule
 from lmapp.units import perplexity
 
 
 class TrainingFigures(lightning.Callback):
-    """Every `every_steps` steps: means over the steps since the last time, `gradient/clip_fraction` their share."""
+    """Every `every_steps` steps: means over the steps since the last time, `gradient/clip_fraction` their share.
+
+    The quantiles `gradient/norm_p50`, `_p90` and `_p99` are of the whole run so far; at its end the loggers get the
+    histogram that they are from.
+    """
 
     def __init__(self, every_steps: int) -> None:
         self.every_steps = every_steps
@@ -61,5 +66,8 @@ class TrainingFigures(lightning.Callback):
                 "gradient/norm": sums["norm"] / finite,
                 "gradient/norm_clipped": sums["norm_clipped"] / finite,
             }
+        figures |= {f"gradient/{name}": norm for name, norm in progress.norms.percentiles().items()}
         pl_module.figures.update(figures)
+        if progress.finished or progress.state == "stopped":
+            pl_module.figures[NORMS] = progress.norms.chart()
         progress.since_log = {}

@@ -47,12 +47,14 @@ class ProgressDisplay(lightning.Callback):
         """Show the step; a validation gets a line that stays."""
         assert isinstance(pl_module, LanguageModule) and pl_module.report is not None
         progress, loss = pl_module.progress, pl_module.report.loss
-        if math.isfinite(loss):
+        if math.isfinite(loss) and pl_module.report.predicted:
             self._loss = loss if math.isnan(self._loss) else 0.98 * self._loss + 0.02 * loss
         if progress.last is not None and progress.last["step"] == progress.step:
             better = "  best" if progress.best == progress.last else ""
             name = pl_module.loss_name
             ppl = f"  perplexity {progress.last['val/perplexity']:.3f}" if name == "loss" else " a masked character"
+            if "val/accuracy" in progress.last:
+                ppl += f"  accuracy {progress.last['val/accuracy']:.3f}"
             self.console.print(
                 f"step {progress.step:>6,}  train {self._loss:.4f}  "
                 f"validation {progress.last[f'val/{name}']:.4f} nats{ppl}{better}",

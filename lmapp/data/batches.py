@@ -1,6 +1,6 @@
 """B contiguous rows of a text, T symbols a step: a sized loader with an exact, saveable position.
 
-Shapes: B rows, T time steps, N ids, V symbols, M starts of records.
+Shapes: B rows, T time steps, N ids, V symbols, M starts of records, P symbols of a task's record.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class Batch(NamedTuple):
     Attributes:
         inputs: (B, T) int64 ids.
         targets: (B, T) int64 ids, the symbol that follows each input; −1 is not scored.
-        characters: How many characters the scored targets are.
+        characters: How many characters the targets are; those of a task whether they are scored or not.
         keep: (B, T) float32, 0 where an input begins a record, else 1; None where nothing is ever reset.
         last: Whether the text ends with it, and cannot be read again.
+        answers: How many of a task's characters are scored; None: all of them, as of any other text.
     """
 
     inputs: Tensor
@@ -35,6 +36,7 @@ class Batch(NamedTuple):
     characters: int
     keep: Tensor | None = None
     last: bool = False
+    answers: int | None = None
 
 
 class RowBatches:
@@ -66,6 +68,7 @@ class RowBatches:
         starts_character: (V,) whether a symbol starts a character.
         starts: (M,) int64, in order, the symbols at which records begin, a memory map as a rule; None resets nothing.
         shift: Whether epochs are cut at different places.
+        scored: (P,) which symbols of each P are scored, from the text's first on; None: all.
 
     Raises:
         LmappError: if a row would have no target: N − 1 < B (`fit_shape` gives a shape that fits).
@@ -80,6 +83,7 @@ class RowBatches:
         starts_character: NDArray[np.bool_],
         starts: NDArray[np.int64] | None = None,
         shift: bool = False,
+        scored: NDArray[np.bool_] | None = None,
     ) -> None:
         if batch_size < 1 or (sequence_length is not None and sequence_length < 1):
             raise ValueError("batch_size and sequence_length must be at least 1")
@@ -94,6 +98,7 @@ class RowBatches:
         self.ids = np.asarray(ids)
         self.batch_size = batch_size
         self.starts_character = starts_character
+        self._scored = scored
         self._records = inner_starts(starts, len(ids))
         self.resets = self._records is not None
         shortest, longer_rows = divmod(len(ids) - 1, batch_size)
@@ -136,7 +141,12 @@ class RowBatches:
             scored = targets
         characters = int(np.count_nonzero(self.starts_character[scored]))
         keep = None if self._records is None else keep_mask(self._records, self._firsts + begin, width)
-        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), characters, keep)
+        answers = None
+        if self._scored is not None:
+            places = (self._firsts[:, None] + np.arange(begin + 1, begin + width + 1)) % len(self._scored)
+            targets[~self._scored[places]] = -1
+            answers = int(np.count_nonzero(targets >= 0))
+        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), characters, keep, answers=answers)
 
     def state_dict(self) -> dict[str, int]:
         """The position: the epoch, and how many of its batches have been handed out."""

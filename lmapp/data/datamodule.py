@@ -9,7 +9,7 @@ from typing import Any
 import lightning
 
 from lmapp.config import DataConfig
-from lmapp.data import corpora, encoded, sources
+from lmapp.data import corpora, encoded, sources, tasks
 from lmapp.data.batches import RowBatches, fit_shape
 from lmapp.data.encoded import Alphabet, Cut, EncodedCorpus, Progress
 from lmapp.data.hub import HubDataset
@@ -28,7 +28,8 @@ class TextDataModule(lightning.LightningDataModule):
         progress: told (bytes done, bytes in all) while the text is encoded.
         say: told in a line what is out of the ordinary.
         seed: of the order in which a stream's files are read.
-        whole_rows: read a row's whole text in one step, whatever `sequence_length` says.
+        whole_rows: read a row's whole text in one step, whatever `sequence_length` says; of a task a record, beyond
+            which no gradient goes.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class TextDataModule(lightning.LightningDataModule):
 
     @property
     def corpus_name(self) -> str:
-        """What the text is called: the named corpus, the data set, or the first file."""
+        """What the text is called: the named corpus, the task, the data set, or the first file."""
         config = self.config
+        if config.task is not None:
+            return f"{config.task}-{config.task_delay}"
         if config.path:
             return "stdin" if config.path[0] == "-" else sources.stem(config.path[0]) or "text"
         return config.corpus if config.hub is None else config.hub.partition("@")[0].rpartition("/")[2]
@@ -66,6 +69,8 @@ class TextDataModule(lightning.LightningDataModule):
         """
         config, cache = self.config, Path(self.config.cache_dir)
         text: list[Source]
+        if config.task is not None:
+            return tasks.sources_of(config)
         if config.hub is not None:
             text = [HubDataset(config.hub, config.hub_config, config.hub_split, say=self.say)]
         else:
@@ -121,8 +126,10 @@ class TextDataModule(lightning.LightningDataModule):
         fallback = {"auto": None, "true": True, "false": False}[config.byte_fallback]
         given = None if config.alphabet in ("characters", "bytes") else read_vocabulary(config.alphabet)
         val_fraction = 0.1 if config.val_fraction is None else config.val_fraction
-        if config.val_path or config.streaming:
+        if config.val_path or config.streaming or config.task is not None:
             val_fraction = 0.0
+        if (task := tasks.task_of(config)) is not None:
+            given = Vocabulary(task.alphabet)
         text = texts["text"]
         if config.streaming:
             self._stream = Stream(
@@ -139,7 +146,7 @@ class TextDataModule(lightning.LightningDataModule):
             text,
             cache_dir=Path(config.cache_dir),
             policy=policy_of(config),
-            separator=config.separator,
+            separator=config.separator if task is None else "",
             column=config.column,
             validation=texts["validation"],
             test=texts["test"],
@@ -165,13 +172,17 @@ class TextDataModule(lightning.LightningDataModule):
                 reset_state=config.reset_state,
             )
             return
-        count = len(corpus.train)
+        count, task = len(corpus.train), tasks.task_of(config)
         length = 1 if self.whole_rows else config.sequence_length
-        rows, steps = fit_shape(count, config.batch_size, length)
+        if task is None:
+            rows, steps = fit_shape(count, config.batch_size, length)
+        else:
+            length = task.record if self.whole_rows else length
+            rows, steps = task.fit_shape(count, config.batch_size, length)
         if (rows, steps) != (config.batch_size, length):
             asked, used = f"{config.batch_size} rows of {length} characters", f"{rows} × {steps} are used"
             ways = f"--data.batch-size {rows} --data.sequence-length {steps}"
-            if self.whole_rows:
+            if self.whole_rows and task is None:
                 asked, used, ways = f"{config.batch_size} rows", f"{rows} are used", f"--data.batch-size {rows}"
             if not config.shrink:
                 raise LmappError(
@@ -179,13 +190,20 @@ class TextDataModule(lightning.LightningDataModule):
                     f"Set {ways}, or allow --data.shrink true."
                 )
             self.say(f"The training text has {count:,} characters, too few for {asked}: {used}.")
+        ids = corpus.train
+        if task is not None:
+            whole = rows * task.record
+            if left := count % whole // task.record:
+                self.say(f"{left} of the {config.task_records:,} records are left out, so that all rows are as long.")
+            ids = ids[: count // whole * whole]
         self.batches = RowBatches(
-            self.corpus.train,
+            ids,
             batch_size=rows,
-            sequence_length=None if self.whole_rows else steps,
+            sequence_length=None if self.whole_rows and task is None else steps,
             starts_character=self.vocabulary.starts_character,
             starts=corpus.starts["train"] if config.reset_state else None,
             shift=config.shift_epochs,
+            scored=None if task is None else task.scored,
         )
 
     @property

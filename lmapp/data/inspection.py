@@ -574,6 +574,8 @@ def _unmangled(text: str) -> str:
 
 
 def _source(config: DataConfig) -> str:
+    if config.task is not None:
+        return f"{config.task} (a task of delay {config.task_delay:,})"
     if config.path:
         return ", ".join(map(without_password, config.path[:3])) + (
             f" … ({len(config.path):,} names)" if len(config.path) > 3 else ""

@@ -34,6 +34,7 @@ class Row:
         best_loss: Lowest validation loss, nats per character.
         best_perplexity: e^J there.
         best_bits_per_char: J / ln 2 there.
+        best_accuracy: Share of a task's answers right there.
         last_loss: Last validation loss.
         last_perplexity: e^J there.
         last_bits_per_char: J / ln 2 there.
@@ -57,6 +58,7 @@ class Row:
     best_loss: float | None
     best_perplexity: float | None
     best_bits_per_char: float | None
+    best_accuracy: float | None
     last_loss: float | None
     last_perplexity: float | None
     last_bits_per_char: float | None
@@ -110,6 +112,8 @@ class Comparison:
             ("at step", [_number(row.best_step, ",") for row in language]),
             ("last", [_number(row.last_loss, ".4f") for row in language]),
         ]
+        if any(row.best_accuracy is not None for row in language):
+            results.insert(2, ("accuracy", [_number(row.best_accuracy, ".3f") for row in language]))
         restored = [
             ("state", [row.state for row in infill]),
             ("best", [_number(row.best_infill_loss, ".4f") for row in infill]),
@@ -230,6 +234,7 @@ def _row(history: History) -> Row:
         best_loss=best_loss,
         best_perplexity=_perplexity(best_loss),
         best_bits_per_char=_bits(best_loss),
+        best_accuracy=_finite(best.get("val/accuracy")),
         last_loss=last_loss,
         last_perplexity=_perplexity(last_loss),
         last_bits_per_char=_bits(last_loss),

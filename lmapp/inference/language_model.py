@@ -16,6 +16,7 @@ from lmapp.inference import generation
 from lmapp.inference.generation import Sampling
 from lmapp.inference.trained import Trained
 from lmapp.models import LanguageNetwork
+from lmapp.models.answers import AnswerScore, evaluate_answers
 from lmapp.models.evaluation import Score, evaluate, evaluate_cold
 from lmapp.units import perplexity
 
@@ -135,6 +136,8 @@ class LanguageModel(Trained):
     ) -> Evaluation:
         """Loss, perplexity and bits per character of texts, with carried state and in separate windows.
 
+        Of a task's own records the answers alone are scored, each record read from the initial state.
+
         Args:
             paths: as in training; without any, a named corpus; without that, the run's own validation split.
             corpus: a named corpus, scored whole.
@@ -151,6 +154,9 @@ class LanguageModel(Trained):
             raise LmappError(f"There is nothing to score in {text.name}: give a text with --data.path FILE.")
         starts, sizes = self.vocabulary.starts_character, self.vocabulary.symbol_bytes
         rows = self.config.data.batch_size
+        if self.task is not None and not paths and not corpus:
+            answers = evaluate_answers(self.model, text.ids, self.task.scored, batch_size=rows)
+            return Evaluation(text.name, answers, None)
         carried = evaluate(self.model, text.ids, starts, sizes, batch_size=rows, starts=text.starts)
         cold = evaluate_cold(self.model, text.ids, starts, sizes, starts=text.starts)
         return Evaluation(text.name, carried, cold, self.overlap(text, paths, corpus))
@@ -169,22 +175,31 @@ class LanguageModel(Trained):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures of a text: `carried` with the state carried on, `cold` for separate windows of 256 characters."""
+    """Figures of a text: `carried` with the state carried on, `cold` for separate windows of 256 characters.
+
+    Of a task `carried` is the score of its answers, and there is no other.
+    """
 
     text: str
     carried: Score
-    cold: Score
+    cold: Score | None
     warning: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """As `lmapp evaluate --json` prints it."""
-        return {
+        figures: dict[str, Any] = {
             "text": self.text,
             "characters": self.carried.characters,
             **_figures(self.carried),
-            "cold": {"window": 256, "stride": 256, "characters": self.cold.characters, **_figures(self.cold)},
-            **({"warning": self.warning} if self.warning else {}),
         }
+        if self.cold is not None:
+            figures["cold"] = {
+                "window": 256,
+                "stride": 256,
+                "characters": self.cold.characters,
+                **_figures(self.cold),
+            }
+        return figures | ({"warning": self.warning} if self.warning else {})
 
 
 def _figures(score: Score) -> dict[str, float]:
@@ -193,4 +208,5 @@ def _figures(score: Score) -> dict[str, float]:
         "perplexity": score.perplexity,
         "bits_per_char": score.bits_per_char,
         "bits_per_byte": score.bits_per_byte,
+        **({"accuracy": score.accuracy} if isinstance(score, AnswerScore) else {}),
     }

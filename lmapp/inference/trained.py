@@ -14,6 +14,7 @@ from lmapp.config import Config, DataConfig
 from lmapp.data import corpora, encoded, sources
 from lmapp.data.encoded import Alphabet, Cut, EncodedCorpus
 from lmapp.data.http import without_password
+from lmapp.data.tasks import Task, task_of
 from lmapp.data.text import policy_of
 from lmapp.errors import LmappError, UsageError
 from lmapp.models import Network
@@ -56,6 +57,11 @@ class Trained:
         self.saved = saved
         self.path = path
         self.policy = policy_of(config.data)
+
+    @property
+    def task(self) -> Task | None:
+        """What it was trained on, if that was a task."""
+        return task_of(self.config.data)
 
     def prepared(self, text: str) -> str:
         """A text as the training text was made: line ends, normalisation, lower case."""
@@ -141,7 +147,7 @@ class Trained:
         data, fingerprint = self.config.data, text.fingerprint
         if data.streaming and set(paths) & set(data.path):
             return "the model was trained on this text: this figure is too good."
-        own = None if data.path or data.hub is not None else data.corpus
+        own = None if data.path or data.hub is not None or data.task is not None else data.corpus
         if (own and corpus == own) or fingerprint == self.saved["corpus"]["facts"]["text_fingerprint"]:
             return "the model was trained on most of this text: this figure is too good."
         if own and corpus and corpora.overlaps(own, corpus):

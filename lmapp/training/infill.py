@@ -61,4 +61,5 @@ class InfillModule(LanguageModule):
         # Without a character that begins there, as in the middle of one spelt in bytes, nothing is masked.
         loss = each.sum() / max(1, self._predicted)
         self._loss, self._losses = loss.detach(), each.detach()
+        self._last = batch.last
         return loss

@@ -39,16 +39,18 @@ class Need(NamedTuple):
         weights: weights, their gradients and what the optimiser keeps of them, in fp32.
         step: what a step makes of its characters beside that.
         probe: what a measurement of gradient decay makes, which is done before the first step and between others.
+        copies: what comparing the weights before and after a logged step makes.
     """
 
     weights: int
     step: int
     probe: int = 0
+    copies: int = 0
 
     @property
     def total(self) -> int:
         """The most at a time."""
-        return self.weights + max(self.step, self.probe)
+        return self.weights + max(self.step, self.probe, self.copies)
 
 
 def needed(
@@ -87,9 +89,11 @@ def needed(
         short = model.vocabulary_size // few + 1
     longer, shorter = (_kept(model, truncation, few, length, resets) for length in (short + 4, short))
     kept = (longer - shorter) / (few * 4)
-    character = kept + _backward(model) + 3 * 4 * model.vocabulary_size
+    character = kept + _backward(model, train) + 3 * 4 * model.vocabulary_size
     step = round(character * rows * work(truncation, steps, longest))
-    return Need(weights(model, train), step, 0 if probe is None else _probed(model, probe))
+    # A logged step, when all that is freed again, copies the weights to compare them with the updated ones.
+    copies = 8 * sum(p.numel() for p in model.parameters())
+    return Need(weights(model, train), step, 0 if probe is None else _probed(model, probe), copies)
 
 
 def weights(model: torch.nn.Module, train: TrainConfig) -> int:
@@ -97,17 +101,18 @@ def weights(model: torch.nn.Module, train: TrainConfig) -> int:
     return 4 * (2 + moments(train)) * sum(p.numel() for p in model.parameters())
 
 
-def _backward(model: Network) -> int:
+def _backward(model: Network, train: TrainConfig) -> int:
     """Bytes a character for one layer's backward pass.
 
-    The gradients of its outputs and of its gates, and a copy of each for the products that they are factors of.
+    The gradients of its outputs and of its gates, and a copy of each for the products that they are factors of; what
+    Ω makes of them is as much as one of both.
     """
     if isinstance(model, WindowModel):
         numbers = 2 * model.head.in_features
     else:
         layers: Any = model.layers if isinstance(model, RecurrentModel) else model.forwards
         numbers = max(layer.output_size + layer.gate_size for layer in layers)
-    return 2 * numbers * model.compute_dtype.itemsize
+    return (3 if train.omega else 2) * numbers * model.compute_dtype.itemsize
 
 
 def _kept(model: Network, truncation: Truncation, rows: int, steps: int, resets: bool) -> int:
@@ -144,10 +149,13 @@ def _probed(model: Network, shape: ProbeShape) -> int:
     They have so many pairs of a step and an end point that what grows with these is more than the copies of a recurrent
     matrix that products make.
     """
-    assert isinstance(model, RecurrentModel)
-    layers: Any = model.layers
-    few = min(shape.windows, 8)
-    lag = 2 + 3 * max(layer.hidden_size for layer in layers) // (2 * few * shape.end_points)
+    if isinstance(model, WindowModel):
+        few, lag = shape.windows, 2  # the end points' windows are there at once, whatever K is
+    else:
+        assert isinstance(model, RecurrentModel)
+        layers: Any = model.layers
+        few = min(shape.windows, 8)
+        lag = 2 + 3 * max(layer.hidden_size for layer in layers) // (2 * few * shape.end_points)
     pairs, peaks = [], []
     for short in (replace(shape, windows=few, warm_up=0, max_lag=share * lag) for share in (1, 2)):
         with _Peak(model) as peak:
@@ -239,7 +247,7 @@ def check(
     there = _for_each(device, processes)
     if there is None or need.total <= there:
         return
-    if probe is not None and need.weights + need.step <= there:
+    if probe is not None and need.weights + max(need.step, need.copies) <= there:
         raise UsageError(
             f"This needs about {size(need.total)} of memory, {size(need.probe)} of it to measure gradient decay up to "
             f"lag {probe.max_lag:,}\non {count(probe.windows, 'window')}; {size(there)} are available.\n"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -20,6 +21,8 @@ from torch import Tensor
 from lmapp.config import Config
 from lmapp.data.batches import Batch
 from lmapp.gradients import clipping
+from lmapp.gradients.norms import NormHistogram
+from lmapp.gradients.regulariser import Taken, add_gradients, watching
 from lmapp.gradients.truncation import Truncation
 from lmapp.models import Network
 from lmapp.models.evaluation import losses
@@ -35,6 +38,7 @@ class StepReport(NamedTuple):
     loss: the mean over the characters `predicted`. losses (B, T): that of each prediction in nats, 0 where nothing is
     predicted; of several processes each has those of its own rows, but all of them where `kind` is not None. norm: of
     the gradient before clipping (its largest entry under clipping by value). kind: "clip", "nonfinite" or None.
+    correct: of a task's `predicted` characters those that the likeliest symbol predicts; None for other texts.
     """
 
     loss: float
@@ -45,6 +49,7 @@ class StepReport(NamedTuple):
     factor: float
     kind: Literal["clip", "nonfinite"] | None
     learning_rate: float
+    correct: int | None = None
 
 
 @dataclass
@@ -67,6 +72,10 @@ class Progress:
     nonfinite_in_a_row: int = 0
     since_log: dict[str, float] = field(default_factory=dict)
     """Sums since training figures were last logged."""
+    norms: NormHistogram = field(default_factory=NormHistogram)
+    """Of every step so far, before clipping (largest entries under clipping by value)."""
+    decay_every_steps: int | None = None
+    """The interval at which gradient decay is measured, once its cost under a budget is known."""
     best: dict[str, float] | None = None
     """step and the figures (val/loss, val/perplexity, …) of the best validation so far."""
     last: dict[str, float] | None = None
@@ -120,13 +129,18 @@ class LanguageModule(lightning.LightningModule):
         """What the last step took."""
         self.stop_requested = False
         """Set by Ctrl-C: end after this step, saved."""
+        self.before_clipping: Callable[[LanguageModule], None] | None = None
+        """Called in a step whose gradient is finite, when that is summed up and neither clipped nor applied."""
         self.new_total: int | None = None
         """The plan of a resumed run whose limits were changed."""
         self._carried: Carried | None = None
+        self._omegas: Taken = []
+        self._omega = 0.0
         self._random: dict[str, Any] | None = None
         self._draws_anew = ranks.world > 1
         self._position: dict[str, int] | None = None
         self._loss, self._losses, self._predicted, self._characters = torch.zeros(()), torch.zeros(()), 0, 0
+        self._correct: Tensor | None = None
         self._last = False
         self._started = 0.0
 
@@ -136,6 +150,15 @@ class LanguageModule(lightning.LightningModule):
         """Whether something done every so many steps (0: only at the end) is to be done after the current step."""
         at_end = self.progress.finished
         return at_end or (every_steps > 0 and self.progress.step % every_steps == 0)
+
+    def will_be_due(self, every_steps: int) -> bool:
+        """The same of the step being taken, before `progress` knows of it.
+
+        Not foreseen is an end that the step itself brings, by turning a limit in minutes into steps.
+        """
+        step, total = self.progress.step + 1, self.progress.total_steps
+        at_end = self._last or (total is not None and step >= total)
+        return at_end or (every_steps > 0 and step % every_steps == 0)
 
     # Training -------------------------------------------------------------------------------------------------------
 
@@ -157,12 +180,18 @@ class LanguageModule(lightning.LightningModule):
         inputs, targets = self.ranks.rows(batch.inputs), self.ranks.rows(batch.targets)
         if batch_idx == 0 or not self.config.train.carry_state or self._carried is None:
             self._carried = cold(self.model, inputs.shape[0])
-        logits, self._carried = read(self.model, inputs, self._carried, self.truncation, self.ranks.rows(batch.keep))
+        keep = self.ranks.rows(batch.keep)
+        with ExitStack() as watched:
+            if self.config.train.omega:
+                self._omegas = watched.enter_context(watching(self.model))
+            logits, self._carried = read(self.model, inputs, self._carried, self.truncation, keep)
         each = losses(logits, targets)
-        # A narrow batch may hold nothing but further bytes of characters.
-        loss = each.sum() / max(1, batch.characters)
+        self._predicted = batch.characters if batch.answers is None else batch.answers
+        # A narrow batch may hold nothing but further bytes of characters, or no answer.
+        loss = each.sum() / max(1, self._predicted)
         self._loss, self._losses = loss.detach(), each.detach()
-        self._predicted = self._characters = batch.characters
+        self._correct = None if batch.answers is None else (logits.detach().argmax(-1) == targets).sum()
+        self._characters = batch.characters
         self._last = batch.last
         return loss
 
@@ -174,11 +203,16 @@ class LanguageModule(lightning.LightningModule):
     ) -> None:
         """Clip once, by our own function, and keep the norm for whoever asks; a non-finite gradient is discarded."""
         train = self.config.train
+        if train.omega:
+            self._omega = add_gradients(self._omegas, train.omega, self.ranks.sum)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         self.ranks.sum_(gradients)
         norm = float(clipping.global_norm(gradients))
         # The first process's norm, so that unlike processors cannot disagree on what is done about it.
-        loss, norm = self.ranks.sum([float(self._loss), norm if self.ranks.first else 0.0])
+        own = [float(self._loss), norm if self.ranks.first else 0.0]
+        loss, norm, *correct = self.ranks.sum(own if self._correct is None else [*own, float(self._correct)])
+        if self.before_clipping is not None and math.isfinite(norm):
+            self.before_clipping(self)
         threshold, factor = train.clip_norm, 1.0
         kind: Literal["clip", "nonfinite"] | None = None
         if not math.isfinite(norm):
@@ -203,6 +237,7 @@ class LanguageModule(lightning.LightningModule):
             factor=factor,
             kind=kind,
             learning_rate=optimizer.param_groups[0]["lr"],
+            correct=int(correct[0]) if correct else None,
         )
 
     def optimizer_step(
@@ -224,6 +259,7 @@ class LanguageModule(lightning.LightningModule):
             progress.epoch += 1
         progress.characters += self._characters
         progress.seconds += elapsed
+        progress.norms.add(self.report.norm)
         if self.report.kind == "nonfinite":
             progress.nonfinite_events += 1
             progress.nonfinite_in_a_row += 1
@@ -231,11 +267,22 @@ class LanguageModule(lightning.LightningModule):
         else:
             progress.nonfinite_in_a_row = 0
             progress.clip_events += self.report.kind == "clip"
+            sums = progress.since_log
+            if self.report.correct is not None:
+                sums["correct"] = sums.get("correct", 0) + self.report.correct
+                sums["answers"] = sums.get("answers", 0) + self.report.predicted
+            if self.config.train.omega:
+                sums["omega"] = sums.get("omega", 0.0) + self._omega
+                sums["omegas"] = sums.get("omegas", 0.0) + 1
         self._fix_plan(elapsed)
         if self._last:  # a stream has ended that cannot be read again
             progress.total_steps = progress.step
         if progress.nonfinite_in_a_row >= self.config.train.max_nonfinite:
             progress.state = "stopped"
+        if progress.since_log.get("answers") and self.due(self.config.logging.every_steps):
+            self.figures["train/accuracy"] = progress.since_log["correct"] / progress.since_log["answers"]
+        if "omega" in progress.since_log and self.due(self.config.logging.every_steps):
+            self.figures["train/omega"] = progress.since_log["omega"] / progress.since_log["omegas"]
 
     def _known_total(self, steps_per_epoch: int) -> int | None:
         # With a limit in minutes, the plan is made once the pace is known.
@@ -283,7 +330,7 @@ class LanguageModule(lightning.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on from `checkpoint`: progress and carried state; the random state is set by `on_train_start`."""
         saved = checkpoint["lmapp"]
-        self.progress = Progress(**saved["progress"])
+        self.progress = Progress(**{**saved["progress"], "norms": NormHistogram(**saved["progress"]["norms"])})
         self.progress.state = "running"
         if self.new_total is not None:
             self.progress.total_steps = self.new_total

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 import lightning
 import numpy as np
 
+from lmapp.models.answers import AnswerScore, evaluate_answers
 from lmapp.models.evaluation import Score, evaluate, evaluate_infill
 from lmapp.training.module import LanguageModule
 from lmapp.training.processes import Ranks
@@ -49,7 +51,7 @@ class Validation(lightning.Callback):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Validate if it is due; a better loss than ever before becomes `progress.best`."""
+        """Validate if it is due; a loss better than ever becomes `progress.best`, the accuracy sought ends training."""
         assert isinstance(pl_module, LanguageModule)
         progress = pl_module.progress
         if not pl_module.due(self.every_steps):
@@ -60,6 +62,9 @@ class Validation(lightning.Callback):
         loss = figures[self.loss_name]
         if math.isfinite(loss) and (progress.best is None or loss < progress.best[self.loss_name]):
             progress.best = progress.last
+        target = pl_module.config.train.target_accuracy
+        if target is not None and figures["val/accuracy"] >= target:
+            progress.total_steps = progress.step
 
     def figures(self, model: Any) -> dict[str, float]:
         """What is measured of the model now, by its logged names."""
@@ -85,6 +90,46 @@ class Validation(lightning.Callback):
         """The score of the whole split, from each process's share of it."""
         loss_sum, characters, size = self.ranks.sum([share.loss_sum, share.characters, share.bytes])
         return Score(loss_sum, int(characters), int(size))
+
+
+class TaskValidation(Validation):
+    """The same for a task: of the answers alone, each record read from the initial state; and their accuracy.
+
+    Args:
+        ids: the validation split, (M·P,) integers.
+        vocabulary: of the task.
+        batch_size: B; records read at once.
+        every_steps: 0 for only at the end.
+        scored: (P,) which symbols of a record are its answer.
+        ranks: this process among those that train together; each reads its share.
+    """
+
+    def __init__(
+        self,
+        ids: np.ndarray,
+        vocabulary: Vocabulary,
+        batch_size: int,
+        every_steps: int,
+        *,
+        scored: np.ndarray,
+        ranks: Ranks = Ranks(),  # noqa: B008
+    ) -> None:
+        super().__init__(ids, vocabulary, batch_size, every_steps, ranks=ranks)
+        self.scored = scored
+
+    def figures(self, model: Any) -> dict[str, float]:
+        """What is measured of the model now, by its logged names."""
+        share = evaluate_answers(
+            model, self.ids, self.scored, batch_size=self.batch_size, share=(self.ranks.rank, self.ranks.world)
+        )
+        (correct,) = self.ranks.sum([share.correct])
+        score = AnswerScore(**asdict(self.whole(share)), correct=int(correct))
+        return {
+            "val/loss": score.loss,
+            "val/perplexity": score.perplexity,
+            "val/bits_per_char": score.bits_per_char,
+            "val/accuracy": score.accuracy,
+        }
 
 
 class InfillValidation(Validation):

@@ -6,12 +6,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import lmapp
+from lmapp import checkpoint
 from lmapp.callbacks import clipping as clipping_callback
 from lmapp.gradients import clipping
+from lmapp.gradients.norms import NormHistogram
+from lmapp.run import Interrupted
 from lmapp.training.module import LanguageModule
 
 STEPS, LOGGED, STEPS_PER_EPOCH = 40, 4, 16
@@ -182,6 +186,93 @@ def test_by_value_the_logged_norm_is_the_largest_entry_of_every_step(by_value: R
         assert line["gradient/norm_clipped"] == pytest.approx(
             sum(min(x, by_value.threshold) for x in largest) / LOGGED, rel=1e-6
         )
+
+
+def short(directory: Path, text: str, **train: Any) -> dict[str, Any]:
+    """The options of a run of a few steps."""
+    (directory / "text.txt").write_text(text, encoding="utf-8")
+    return {
+        "data": {"path": [str(directory / "text.txt")], "batch_size": 4, "sequence_length": 16, "val_fraction": 0},
+        "model": {"hidden_size": 8},
+        "train": train,
+        "gradients": {"every_steps": 0},
+        "logging": {"wandb": "disabled", "every_steps": 4},
+        "runs_dir": str(directory / "runs"),
+    }
+
+
+@pytest.mark.parametrize("how", ["free", "by_norm", "by_value"])
+def test_the_summary_has_the_share_and_the_norms_of_all_steps(request: pytest.FixtureRequest, how: str) -> None:
+    seen: Recorded = request.getfixturevalue(how)
+    norms = (seen.largest if how == "by_value" else seen.norms)[:STEPS]  # the fixtures that follow add theirs
+    summary = json.loads((seen.run.path / "summary.json").read_text(encoding="utf-8"))
+    assert summary == seen.run.metrics
+    assert summary["clip_share"] == len(seen.events) / STEPS
+    assert summary["norm_mean"] == pytest.approx(sum(norms) / STEPS, rel=1e-6)
+    for percentage in (50, 90, 99):
+        assert summary[f"norm_p{percentage}"] == pytest.approx(np.percentile(norms, percentage), rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        ({}, ["0 of 4 gradients clipped (0.0 %)", "gradient norms", "mean 0.", "90 % 0.", "times the mean norm"]),
+        (
+            {"clip_norm": 1e-3},
+            ["4 of 4 gradients clipped (100.0 %)", "Every gradient was clipped", "--train.clip-norm"],
+        ),
+        ({"clip_value": 1e-3}, ["4 of 4 gradients clipped", "largest entries", "no rule of thumb"]),
+        ({"clip_norm": None}, ["0 of 4 gradients clipped", "Without a threshold"]),
+    ],
+)
+def test_the_closing_table_says_what_to_think_of_the_threshold(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str], train: dict[str, Any], words: list[str]
+) -> None:
+    lmapp.train(short(tmp_path, text, max_steps=4, **train))
+    cells = [line.strip("│ \n").split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    said = " ".join(" ".join(cell.split()) for row in cells for cell in row)
+    for word in words:
+        assert word in said, said
+    assert ("largest entries" in said) is ("clip_value" in train)
+
+
+@pytest.mark.parametrize("cut", [3, 6])
+def test_a_run_that_is_resumed_has_the_very_same_norms(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    """One of them not finite, in the first part or in the second."""
+    training_step, optimizer_step = LanguageModule.training_step, LanguageModule.optimizer_step
+    monkeypatch.setattr(
+        LanguageModule,
+        "training_step",
+        lambda module, *args: training_step(module, *args) * (math.inf if module.progress.step == 4 else 1),
+    )
+    options = short(tmp_path, text, max_steps=10)
+    whole = lmapp.train({**options, "name": "whole"}, quiet=True)
+
+    def stop(module: LanguageModule, *args: Any) -> None:
+        optimizer_step(module, *args)
+        module.stop_requested = module.progress.step == cut
+
+    monkeypatch.setattr(LanguageModule, "optimizer_step", stop)
+    with pytest.raises(Interrupted):
+        lmapp.train({**options, "name": "cut"}, quiet=True)
+    parts = lmapp.train(resume="cut", runs_dir=options["runs_dir"], quiet=True)
+    saved = [
+        checkpoint.read(run.path / "checkpoints" / "last.ckpt")["lmapp"]["progress"]["norms"] for run in (whole, parts)
+    ]
+    assert saved[0] == saved[1]
+    found = NormHistogram(**saved[0])
+    assert (found.count, found.nonfinite) == (9, 1)
+    names = [name for name in whole.metrics if name.startswith(("norm_", "clip_"))]
+    assert len(names) == 6
+    assert [whole.metrics[name] for name in names] == [parts.metrics[name] for name in names]
+    quantiles = [
+        [{n: v for n, v in line.items() if n.startswith("gradient/")} for line in _lines(run.path / "metrics.jsonl")]
+        for run in (whole, parts)
+    ]
+    assert quantiles[0] == quantiles[1]
+    assert "gradient/norm_p99" in quantiles[0][0]
 
 
 def test_without_clipping_there_is_no_event_and_the_norm_is_logged_still(free: Recorded) -> None:

@@ -5,18 +5,22 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import lmapp
+from lmapp.loggers.records import LocalLogger
+from lmapp.loggers.wandb import NORMS
 from lmapp.models.infill import choose_masked
 from lmapp.training import infill
+from lmapp.training.module import LanguageModule
 from lmapp.units import perplexity
 
 TRAIN = {
     "train/loss", "train/perplexity", "train/bits_per_char", "train/chars_per_second", "train/learning_rate",
     "train/characters", "train/seconds", "gradient/norm", "gradient/norm_clipped", "gradient/clip_fraction",
-    "gradient/nonfinite",
+    "gradient/nonfinite", "gradient/norm_p50", "gradient/norm_p90", "gradient/norm_p99",
 }  # fmt: skip
 VALIDATION = {"val/loss", "val/perplexity", "val/bits_per_char", "val/bits_per_byte"}
 FIGURES = [
@@ -48,9 +52,19 @@ def run(directory: Path, text: str, **sections: dict[str, Any]) -> list[dict[str
 
 
 def decay_names(layers: int, components: str) -> set[str]:
-    prefixes = ["decay"]
+    prefixes = ["decay", "decay/inputs"]
     prefixes += [f"decay/layer{layer}/{part}" for layer in range(layers) for part in ("joint", *components)]
-    return {f"{prefix}/{figure}" for prefix in prefixes for figure in FIGURES}
+    interval = {"decay/half_life_low", "decay/half_life_high"}
+    return interval | {f"{prefix}/{figure}" for prefix in prefixes for figure in FIGURES}
+
+
+SPECTRUM = {"spectrum/norm", "spectrum/radius", "spectrum/lyapunov"}
+
+
+def group_names(layers: int) -> set[str]:
+    parts = ("weight_ih", "weight_hh", "bias")
+    groups = ["head", *(f"layer{layer}/{part}" for layer in range(layers) for part in parts)]
+    return {f"{figure}/{group}" for figure in ("gradient/group", "update") for group in groups}
 
 
 @pytest.mark.parametrize(("cell", "components", "layers"), [("lstm", "hc", 1), ("gru", "h", 2), ("vanilla", "h", 1)])
@@ -72,9 +86,10 @@ def test_every_name_of_the_contract_is_logged_when_it_is_due_and_no_other(
             assert not measured
         others = names - measured
         if line["step"] == 0:
-            assert others == totals
+            assert others == totals | SPECTRUM
         else:
-            assert others == TRAIN | (VALIDATION if line["step"] in (10, 20, 25) else set())
+            expected = TRAIN | group_names(layers) | (SPECTRUM if line["step"] == 25 else set())
+            assert others == expected | (VALIDATION if line["step"] in (10, 20, 25) else set())
 
 
 def test_figures_follow_from_one_another(tmp_path: Path, real_text: str) -> None:
@@ -109,6 +124,48 @@ def test_a_mean_is_over_all_steps_since_the_last_time_weighted_by_characters(tmp
         before = together[together.index(line) - 1]["seconds"] if start else 0.0
         assert line["train/chars_per_second"] == pytest.approx(total / (line["seconds"] - before), rel=1e-6)
         start = line["step"]
+
+
+def test_quantiles_are_of_the_whole_run_so_far(tmp_path: Path, real_text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all steps, not of those since the last time; the loggers get the histogram at the end, the file does not."""
+    given: list[dict[str, Any]] = []
+    log = LocalLogger.log_metrics
+
+    def logging(logger: LocalLogger, metrics: dict[str, Any], step: int | None = None) -> None:
+        given.append(metrics)
+        log(logger, metrics, step)
+
+    options: dict[str, Any] = {"data": {"val_fraction": 0}, "gradients": {"every_steps": 0}}
+    (tmp_path / "single").mkdir()
+    single = run(tmp_path / "single", real_text[:8000], logging={"every_steps": 1}, **options)
+    norms = [line["gradient/norm"] for line in single]
+    monkeypatch.setattr(LocalLogger, "log_metrics", logging)
+    together = run(tmp_path, real_text[:8000], logging={"every_steps": 10}, **options)
+    assert [line["step"] for line in together] == [10, 20, 25]
+    for line in together:
+        for percentage in (50, 90, 99):
+            expected = np.percentile(norms[: line["step"]], percentage)
+            assert line[f"gradient/norm_p{percentage}"] == pytest.approx(expected, rel=0.005)
+    assert [NORMS in metrics for metrics in given] == [False, False, True]
+    counts, edges = given[-1][NORMS]
+    assert sum(counts) == 25
+    assert counts == np.histogram(norms, edges)[0].tolist()
+    assert not any(NORMS in line for line in together)
+
+
+def test_without_a_finite_norm_there_is_no_quantile_and_no_mean(
+    tmp_path: Path, real_text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = LanguageModule.training_step
+    monkeypatch.setattr(
+        LanguageModule,
+        "training_step",
+        lambda module, *args: step(module, *args) * (math.nan if module.progress.step < 2 else 1),
+    )
+    lines = run(tmp_path, real_text[:8000], train={"max_steps": 3}, logging={"every_steps": 1})
+    after = [line for line in lines if line["step"] > 0]
+    assert ["gradient/norm_p50" in line for line in after] == [False, False, True]
+    assert after[2]["gradient/norm_p50"] == after[2]["gradient/norm_p99"] == after[2]["gradient/norm"]
 
 
 def test_the_loss_of_an_infill_model_is_weighted_by_what_was_masked(
