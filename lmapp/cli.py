@@ -225,11 +225,11 @@ def corpus(
 
 
 def _check_one_text(given: dict[str, Any]) -> None:
-    texts = [name for name in ("path", "corpus", "hub") if name in given.get("data", {})]
+    texts = [name for name in ("path", "corpus", "hub", "task") if name in given.get("data", {})]
     if len(texts) > 1:
         raise UsageError(
-            f"--data.{texts[0]} and --data.{texts[1]} exclude each other: train on files, a named corpus or a data set "
-            "of the hub."
+            f"--data.{texts[0]} and --data.{texts[1]} exclude each other: train on files, a named corpus, a data set "
+            "of the hub or a task."
         )
 
 
@@ -324,6 +324,14 @@ def evaluate(
         print(f"{result.text}: {result.score.characters:,} masked characters, in windows of {result.window}")
         print(f"  infill loss {result.score.loss:.4f} nats per masked character (no perplexity: both sides are read)")
         return
+    figures = result.as_dict()
+    if result.cold is None:
+        print(f"{result.text}: {figures['characters']:,} characters of answers, each record from the initial state")
+        print(
+            f"  accuracy {figures['accuracy']:.4f}, loss {figures['loss']:.4f} nats, "
+            f"perplexity {figures['perplexity']:.3f}"
+        )
+        return
     print(f"{result.text}: {result.carried.characters + 1:,} characters")
     for name, score in (("state carried", result.carried), ("cold windows of 256", result.cold)):
         print(
@@ -389,19 +397,21 @@ def gradients(
     column: Column = None,
     max_lag: Integer | None = None,
     windows: Integer = 8,
-    png: str = "gradients.png",
+    influence: Prompt | None = None,
+    png: str | None = None,
     import_: Imports = None,
     cache_dir: CacheDir = None,
     runs_dir: RunsDir = "runs",
     json_: Json = False,
 ) -> None:
-    """How far back the gradient of one or several checkpoints reaches: figures and a picture.
+    """How far back the gradient of one or several checkpoints reaches, and why: figures and a picture.
 
     Args:
         checkpoints: Files, run directories or names of runs.
         max_lag: The longest lag; by default twice the steps that a loss looks back, and no more than 512.
         windows: Windows of text it is measured on.
-        png: The picture to write.
+        influence: Instead, what the prediction of this text's last character rests on, as a heat map over the text.
+        png: The picture to write: gradients.png, or influence.png.
     """
     if not checkpoints:
         raise UsageError("Name at least one checkpoint or run: lmapp gradients RUN.")
@@ -409,10 +419,16 @@ def gradients(
         raise UsageError(f"--max-lag is a whole number at least 2, not {max_lag}.")
     if windows < 1:
         raise UsageError(f"--windows is a whole number at least 1, not {windows}.")
-    if not Path(png).name:
+    picture = Path(("gradients.png" if influence is None else "influence.png") if png is None else png)
+    if not picture.name:
         raise UsageError(f"--png is the name of a file to write, not {png!r}.")
     _import(import_)
-    from lmapp import laboratory
+    if influence is not None:
+        if len(checkpoints) > 1 or path:
+            raise UsageError("--influence is of one checkpoint and the text given: name one, and no --data.path.")
+        _influence(checkpoints[0], influence, picture, runs_dir, json_)
+        return
+    from lmapp import describe, laboratory
 
     measured = laboratory.measure_checkpoints(
         checkpoints,
@@ -424,22 +440,40 @@ def gradients(
         runs_dir=runs_dir,
         cache_dir=cache_dir,
     )
-    laboratory.draw(measured, Path(png))
+    laboratory.draw(measured, picture)
     if json_:
-        _print_json({"checkpoints": [m.as_dict() for m in measured], "png": png})
+        _print_json({"checkpoints": [m.as_dict() for m in measured], "png": str(picture)})
         return
+    console = describe.Console(highlight=False)
+    console.soft_wrap = not console.is_terminal  # in a pipe a line stays one line
     for m in measured:
-        curve = m.decay.curve()
-        print(f"{m.label} ({m.cell}, step {m.step:,}), measured on {m.text}")
-        if m.note:
-            print(f"  {m.note}")
-        shown = [k for k in (0, 1, 2, 5, 10, 20, 50, 100, 200, 500) if k <= curve.lags[-1]]
-        print("  lag   " + "".join(f"{k:>10}" for k in shown))
-        print("  R     " + "".join(f"{curve.R[k]:>10.2e}" for k in shown))
-        rate = f", {curve.rate:.4f} a step" if curve.rate is not None else ""
-        print(f"  half-life {curve.half_life} steps, down to 1 % after {curve.horizon} steps{rate}")
-        print(f"  {m.verdict}")
-    print(f"picture: {png}")
+        describe.line(console, m.label, f"{m.cell}, step {m.step:,}, measured on {m.text}")
+        for name, text in m.lines():
+            describe.line(console, name, text)
+    describe.line(console, "picture", str(picture))
+
+
+def _influence(checkpoint: str, text: str, picture: Path, runs_dir: str, as_json: bool) -> None:
+    from rich.text import Text
+
+    from lmapp import describe, laboratory
+
+    found = laboratory.measure_influence(checkpoint, text, runs_dir=runs_dir)
+    laboratory.draw_influences(found, picture)
+    if as_json:
+        _print_json({**found.as_dict(), "png": str(picture)})
+        return
+    console = describe.Console(highlight=False)
+    console.soft_wrap = not console.is_terminal
+    shaded = Text()
+    for character, level in zip(found.characters, found.levels, strict=True):
+        shade = int(255 * level)
+        shaded.append(character, f"{'black' if level > 0.5 else 'white'} on rgb({shade},{shade},{64 + shade * 3 // 4})")
+    console.print(shaded.append(found.predicted, "bold underline"))
+    most = ", ".join(f"{character!r} {lag} back {norm:.2g}" for lag, character, norm in found.most())
+    describe.line(console, "predicted", f"{found.predicted!r}, by {found.label}")
+    describe.line(console, "rests on", f"{most} (gradient norms)")
+    describe.line(console, "picture", str(picture))
 
 
 @app.command

@@ -1,4 +1,4 @@
-"""Gradients of finished models: the decay of one or several checkpoints, measured and drawn."""
+"""Gradients of finished models: everything that is measured of a checkpoint, in words, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -9,33 +9,57 @@ from typing import Any
 
 import torch
 
+from lmapp.callbacks.decay import place
+from lmapp.data.tasks import task_of
 from lmapp.errors import LmappError, UsageError
-from lmapp.experiments.draw import NamedCurve, draw_decay
+from lmapp.experiments.draw import QUANTILES, Sheet, draw_gradients
+from lmapp.experiments.heatmaps import draw_influence, influence_levels
+from lmapp.gradients.bounds import Bounds, conditions, measure_bounds
 from lmapp.gradients.decay import (
+    ALL,
+    INPUTS,
+    JOINT,
     Decay,
     cut_recurrence_warning,
     measure,
     not_defined,
-    probe_shape,
-    probe_windows,
     verdict,
 )
+from lmapp.gradients.gates import LayerGates, measure_gates
+from lmapp.gradients.influence import by_character, influence
+from lmapp.gradients.norms import ClipAdvice, NormHistogram, advice
+from lmapp.gradients.spectrum import Spectrum, measure_spectrum
 from lmapp.gradients.truncation import Truncation
-from lmapp.inference import load
-from lmapp.models import RecurrentModel
+from lmapp.gradients.weight_lags import WeightLags, measure_weight_lags
+from lmapp.inference import LanguageModel, load
+from lmapp.inference.generation import encode_text
+from lmapp.inference.trained import Text, Trained
+from lmapp.models import InfillModel, RecurrentModel, WindowModel
 from lmapp.training.truncation import resolve
+
+SHOWN_LAGS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The decay of one checkpoint.
+    """What was measured of one checkpoint.
 
     Attributes:
         label: its run's name.
         cell: of the network.
+        step: of the training, at which it was written.
         text: what it was measured on.
         note: what differs from what was asked for, in words.
         truncation: of its training.
+        decay: the gradient against lag.
+        spectrum: of the state's Jacobian; None of a model without a state.
+        bounds: on the top layer's decay, or why there are none.
+        conditions: what its weights alone say about vanishing and exploding.
+        gates: of each layer.
+        weights: the recurrent weights' gradient by lag, of each layer that has such weights.
+        norms: of every step of the training.
+        advice: what these say about the threshold of clipping.
+        threshold: of clipping.
     """
 
     label: str
@@ -45,6 +69,14 @@ class Measurement:
     note: str
     truncation: Truncation
     decay: Decay
+    spectrum: Spectrum | None
+    bounds: Bounds | str
+    conditions: list[str]
+    gates: list[LayerGates]
+    weights: list[WeightLags]
+    norms: NormHistogram
+    advice: ClipAdvice
+    threshold: float | None
 
     @property
     def verdict(self) -> str:
@@ -53,7 +85,17 @@ class Measurement:
         return f"{warning}\n{cost}" if warning else cost
 
     def as_dict(self) -> dict[str, Any]:
-        """As `lmapp gradients --json` prints it: figures by their logged names, and the curves."""
+        """As `lmapp gradients --json` prints it: figures by their logged names, and what they are from."""
+        bounds: Any = {"not_defined": self.bounds}
+        if isinstance(self.bounds, Bounds):
+            bounds = {
+                "layer": self.bounds.layer,
+                "activation": self.bounds.activation,
+                "gamma": self.bounds.gamma,
+                "sigma_max": self.bounds.sigma_max,
+                "product": self.bounds.product.tolist(),
+                "uniform": self.bounds.uniform.tolist(),
+            }
         return {
             "label": self.label,
             "cell": self.cell,
@@ -62,10 +104,169 @@ class Measurement:
             "note": self.note,
             "bptt": self.truncation.mode,
             "truncation_length": self.truncation.length,
-            "figures": self.decay.scalars(),
+            "figures": {**self.decay.scalars(), **({} if self.spectrum is None else self.spectrum.scalars())},
+            "intervals": {
+                quoted.name: None
+                if quoted.interval is None
+                else {end: figure._asdict() for end, figure in quoted.interval._asdict().items()}
+                for quoted in self.decay.summary()
+            },
             "curves": self.decay.records(self.step),
+            "spectrum": None if self.spectrum is None else self.spectrum.as_dict(),
+            "bounds": bounds,
+            "conditions": self.conditions,
+            "gates": [layer.as_dict() for layer in self.gates],
+            "weight_gradient": [
+                {
+                    "layer": layer.layer,
+                    "cell": layer.cell,
+                    "weight": layer.weight,
+                    "size": layer.size.tolist(),
+                    "share": layer.share.tolist(),
+                    "pairs": layer.pairs,
+                    "left_out": layer.left_out,
+                }
+                for layer in self.weights
+            ],
+            "clipping": {
+                "threshold": self.threshold,
+                "quantity": self.advice.quantity,
+                "share": self.advice.share,
+                "mean": self.advice.mean,
+                "quantiles": {f"{percent}": norm for percent, norm in self.advice.quantiles.items()},
+                "suggested": self.advice.suggested,
+                "advice": self.advice.sentence,
+            },
             "verdict": self.verdict,
         }
+
+    def lines(self) -> list[tuple[str, str]]:
+        """The report: what each line is about, and what it says."""
+        curve = self.decay.curve()
+        shown = [k for k in SHOWN_LAGS if k <= curve.lags[-1]]
+        rows = [("note", self.note)] if self.note else []
+        rows.append(("lag", "".join(f"{k:>9}" for k in shown)))
+        for layer, title in ((ALL, "R states"), (INPUTS, "R inputs")):
+            if (layer, JOINT) in self.decay.norms:
+                R = self.decay.curve(layer).R
+                rows.append((title, "".join(f"{R[k]:>9.2g}" for k in shown)))
+        rows += self._figures()
+        rows += [(f"layer {layer}", f"half-life {self._components(layer)}") for layer in self._layers()]
+        rows += self._spectral()
+        for gates in self.gates:
+            rows += self._gates(gates)
+        for weights in self.weights:
+            if (half := weights.lag_holding(0.5)) is not None:
+                most, nearly = weights.lag_holding(0.9), weights.lag_holding(0.99)
+                where = f"layer {weights.layer}: " if len(self.weights) > 1 else ""
+                rows.append(
+                    (
+                        "weights",
+                        f"{where}half of {weights.weight}'s gradient comes from lags up to {half}, 90 % up to {most}, "
+                        f"99 % up to {nearly} (shares of norms)",
+                    )
+                )
+        if self.advice.mean is not None:
+            quantiles = ", ".join(f"{percent} % {norm:.3g}" for percent, norm in self.advice.quantiles.items())
+            rows.append(
+                (
+                    "norms",
+                    f"{100 * self.advice.share:.1f} % of the steps were clipped; {self.advice.quantity} of the "
+                    f"gradient: mean {self.advice.mean:.3g}, quantiles {quantiles}",
+                )
+            )
+            rows.append(("threshold", self.advice.sentence))
+        rows += [("verdict", line) for line in self.verdict.splitlines()]
+        return rows
+
+    def _layers(self) -> list[int]:
+        numbers = sorted({layer for layer, _ in self.decay.norms if isinstance(layer, int)})
+        components = {name for layer, name in self.decay.norms if isinstance(layer, int)}
+        return numbers if len(numbers) > 1 or len(components) > 2 else []
+
+    def _components(self, layer: int) -> str:
+        names = [name for owner, name in self.decay.curves if owner == layer]
+        return ", ".join(f"{name} {self.decay.curve(layer, name).half_life}" for name in names)
+
+    def _figures(self) -> list[tuple[str, str]]:
+        said = {
+            "half_life": ("half-life", "{} steps"),
+            "horizon": ("horizon", "{} steps, after which 1 % is left"),
+            "rate": ("rate", "{} a step"),
+            "lag_99": ("99 %", "of the summed gradient norm lies within {} steps"),
+            "at_truncation": ("R at τ", f"{{}} at lag {self.truncation.length}"),
+            "lost_share": ("cut off", "{} of the summed gradient norm"),
+        }
+        rows = []
+        for quoted in self.decay.summary():
+            name, words = said[quoted.name]
+            interval = "" if quoted.interval is None else f" (95 % interval {quoted.interval})"
+            rows.append((name, words.format(quoted.figure) + interval))
+        return rows
+
+    def _spectral(self) -> list[tuple[str, str]]:
+        spectrum = self.spectrum
+        if spectrum is None:
+            return []
+        rough = [
+            name
+            for name, settled in (("norm", spectrum.norms_settled), ("radius", spectrum.radii_settled))
+            if not settled.all()
+        ]
+        settled = f" ({' and '.join(rough)}: not everywhere settled)" if rough else ""
+        rows = [
+            (
+                "Jacobian",
+                f"of one step of all {spectrum.size:,} entries of the state: spectral norm {spectrum.norm:.4g}, "
+                f"spectral radius {spectrum.radius:.4g}{settled}",
+            ),
+            (
+                "Lyapunov",
+                f"{spectrum.lyapunov:+.4f} a step, largest exponent over {spectrum.steps} steps"
+                + (": nearby states move apart" if spectrum.lyapunov > 0 else ": nearby states come together"),
+            ),
+        ]
+        if (overlap := spectrum.overlap) is not None and overlap.pairs.any():
+            used = [number for number in range(len(overlap.lags)) if overlap.pairs[number]]
+            values = ", ".join(f"{overlap.values[n]:.2f} at lag {overlap.lags[n]}" for n in used)
+            rows.append(
+                ("direction", f"overlap of the gradient with the {overlap.reference} it should turn to: {values}")
+            )
+        if isinstance(self.bounds, Bounds):
+            k = min(10, int(self.bounds.lags[-1]))
+            rows.append(
+                (
+                    "bounds",
+                    f"at lag {k}: measured {self.bounds.R[k]:.2g} ≤ product of norms {self.bounds.product[k]:.2g} "
+                    f"≤ (γσ)^k {self.bounds.uniform[k]:.2g}, with γ = {self.bounds.gamma:g}, "
+                    f"σ_max(W_hh) = {self.bounds.sigma_max:.3g}",
+                )
+            )
+        else:
+            rows.append(("bounds", f"not defined: {self.bounds}"))
+        return [*rows, *(("therefore", sentence) for sentence in self.conditions)]
+
+    def _gates(self, layer: LayerGates) -> list[tuple[str, str]]:
+        where = f"layer {layer.layer}: " if len(self.gates) > 1 else ""
+        parts = []
+        for gate in layer.gates:
+            ends = [] if gate.low is None else [f"{100 * gate.low:.0f} % low"]
+            ends += [] if gate.high is None else [f"{100 * gate.high:.0f} % high"]
+            ends += [] if gate.dead is None else [f"{100 * gate.dead:.0f} % of units dead"]
+            parts.append(f"{gate.name} {gate.mean:.2f}" + (f" ({', '.join(ends)})" if ends else ""))
+        rows = [("gates", where + "means " + ", ".join(parts))] if parts else []
+        if (kept := layer.retention) is not None:
+            low, middle, high = kept.time_constants
+            rows.append(
+                (
+                    "keeping",
+                    f"{where}{kept.gate} keeps {kept.mean:.3f} of the state a step in the mean; were it always so, the "
+                    f"half-life would be {kept.half_life:.3g} steps (measured of the gradient: "
+                    f"{self.decay.curve(layer.layer).half_life}); time constants of units {low:.3g}, {middle:.3g}, "
+                    f"{high:.3g} (10, 50, 90 %)",
+                )
+            )
+        return rows
 
 
 def measure_checkpoints(
@@ -79,7 +280,7 @@ def measure_checkpoints(
     runs_dir: str = "runs",
     cache_dir: str | None = None,
 ) -> list[Measurement]:
-    """Measure each checkpoint's gradient decay on a text, by default its run's own validation split.
+    """Measure each checkpoint's gradients on a text, by default its run's own validation split.
 
     Args:
         names: files, run directories or names of runs.
@@ -96,47 +297,151 @@ def measure_checkpoints(
     """
     measured = []
     for language in [load(name, runs_dir=runs_dir) for name in names]:
-        if not isinstance(language.model, RecurrentModel):
-            why = not_defined(language.config.model.kind)
-            raise UsageError(f"{language.path} has no gradient decay: {why}.")
+        if isinstance(language.model, InfillModel):
+            raise UsageError(f"{language.path} has no gradient decay: {not_defined(language.config.model.kind)}.")
         text = language.text(paths, encoding=encoding, column=column, cache_dir=cache_dir)
         if len(text.ids) < 2 and not paths:  # there was no validation: the run itself measured on this
             text = language.text(split="train", cache_dir=cache_dir)
-        plan = language.saved["plan"]
-        # The plan knows what τ came to on the text of the training, whose rows are not known here.
-        truncation = replace(resolve(language.config.train, plan["sequence_length"]), length=plan["truncation_length"])
-        shape, note = probe_shape(
-            len(text.ids),
-            0,
-            truncation_length=truncation.length,
-            windows=windows,
-            max_lag=max_lag,
-            look_back=truncation.look_back,
-        )
-        if shape is None:
-            raise LmappError(f"{language.path}, on {text.name}: {note}.\nName a longer text: --data.path FILE")
-        probe = torch.from_numpy(probe_windows(text.ids, shape, language.config.seed))
-        decay = measure(language.model, probe, shape)
-        path = language.path.parent.parent if language.path.parent.name == "checkpoints" else language.path
-        label = language.config.model.label
-        measured.append(Measurement(path.name, label, language.step, text.name, note, truncation, decay))
+        measured.append(_measure(language, text, max_lag, windows, own=not paths))
     return measured
 
 
+def _measure(language: Trained, text: Text, max_lag: int | None, windows: int, *, own: bool) -> Measurement:
+    model, config, plan = language.model, language.config, language.saved["plan"]
+    assert isinstance(model, RecurrentModel | WindowModel)
+    # The plan knows what τ came to on the text of the training, whose rows are not known here.
+    truncation = replace(resolve(config.train, plan["sequence_length"]), length=plan["truncation_length"])
+    shape, note, ids = place(
+        config,
+        truncation,
+        text.ids,
+        text.ids[:0],
+        task=task_of(config.data) if own else None,
+        windows=windows,
+        max_lag=max_lag,
+    )
+    if shape is None or ids is None:
+        raise LmappError(f"{language.path}, on {text.name}: {note}.\nName a longer text: --data.path FILE")
+    probe = torch.from_numpy(ids)
+    decay = measure(model, probe, shape)
+    spectrum: Spectrum | None = None
+    bounds: Bounds | str = "there is no state"
+    said: list[str] = []
+    gates: list[LayerGates] = []
+    weights: list[WeightLags] = []
+    if isinstance(model, RecurrentModel):
+        spectrum = measure_spectrum(model, probe, shape, seed=config.seed, dense=True, overlap=True)
+        bounds, said = measure_bounds(model, probe, shape, decay), conditions(model)
+        gates, weights = measure_gates(model, probe, shape), measure_weight_lags(model, probe, shape)
+    progress, train = language.saved["progress"], config.train
+    norms, by_value = NormHistogram(**progress["norms"]), train.clip_value is not None
+    threshold = train.clip_value if by_value else train.clip_norm
+    path = language.path.parent.parent if language.path.parent.name == "checkpoints" else language.path
+    return Measurement(
+        label=path.name,
+        cell=config.model.label,
+        step=language.step,
+        text=text.name,
+        note=note,
+        truncation=truncation,
+        decay=decay,
+        spectrum=spectrum,
+        bounds=bounds,
+        conditions=said,
+        gates=gates,
+        weights=weights,
+        norms=norms,
+        advice=advice(norms, threshold, progress["clip_events"], by_value=by_value),
+        threshold=threshold,
+    )
+
+
 def draw(measured: Sequence[Measurement], path: Path) -> None:
-    """Draw the joint curves over all layers into a PNG."""
-    curves = []
+    """Draw the four panels into a PNG: decay with bounds, spectrum, weight gradient by lag, norms."""
+    sheets = []
     for m in measured:
         curve = m.decay.curve()
-        curves.append(
-            NamedCurve(
-                m.label,
-                m.cell,
-                curve.lags.tolist(),
-                curve.R.tolist(),
-                curve.zero_share.tolist(),
-                curve.half_life.value,
-                curve.half_life.censored,
+        spectrum, bounds = m.spectrum, m.bounds
+        sheets.append(
+            Sheet(
+                label=m.label,
+                cell=m.cell,
+                lags=curve.lags.tolist(),
+                R=curve.R.tolist(),
+                zero_share=curve.zero_share.tolist(),
+                half_life=curve.half_life.value,
+                censored=curve.half_life.censored,
+                bounds=(bounds.product.tolist(), bounds.uniform.tolist()) if isinstance(bounds, Bounds) else None,
+                eigenvalues=None if spectrum is None else spectrum.eigenvalues,
+                radius=None if spectrum is None else spectrum.radius,
+                weight_share=m.weights[-1].cumulative_size.tolist() if m.weights else None,
+                norms=[m.norms.quantile(q) for q in QUANTILES] if m.norms.count else None,
+                threshold=m.threshold,
             )
         )
-    draw_decay(curves, path, title="How far back the gradient reaches")
+    texts = {m.text for m in measured}
+    title = f"Gradients on {texts.pop()}" if len(texts) == 1 else "Gradients"
+    draw_gradients(sheets, path, title=title)
+
+
+@dataclass(frozen=True)
+class Influence:
+    """What the prediction of a text's last character rests on.
+
+    Attributes:
+        label: the run's name.
+        characters: (N,) all before the predicted one.
+        norms: (N,) of the gradient of its loss on each.
+        predicted: the last one.
+    """
+
+    label: str
+    characters: list[str]
+    norms: list[float]
+    predicted: str
+
+    @property
+    def levels(self) -> list[float]:
+        """(N,) 0 to 1 of each norm, by its logarithm, as the picture has it."""
+        return influence_levels(self.norms).tolist()
+
+    def most(self, number: int = 8) -> list[tuple[int, str, float]]:
+        """The characters with the largest norms: how many characters before the predicted one, which, and the norm."""
+        order = sorted(range(len(self.norms)), key=lambda place: -self.norms[place])[:number]
+        return [(len(self.norms) - place, self.characters[place], self.norms[place]) for place in order]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As `lmapp gradients --json` prints it."""
+        return {"label": self.label, "characters": self.characters, "norms": self.norms, "predicted": self.predicted}
+
+
+def measure_influence(name: str, text: str, *, runs_dir: str = "runs") -> Influence:
+    """The norm of the gradient of a text's last character's loss on each character before it.
+
+    Args:
+        name: a file, a run's directory or its name.
+        text: at least two characters; the network reads it from its initial state.
+        runs_dir: where names of runs are looked up.
+
+    Raises:
+        LmappError: the checkpoint is not there, the text is too short or has a character the model does not know.
+    """
+    language = load(name, runs_dir=runs_dir)
+    if not isinstance(language, LanguageModel):
+        raise UsageError(f"{language.path} has no influence to follow: {not_defined(language.config.model.kind)}.")
+    text = language.prepared(text)
+    if len(text) < 2:
+        raise UsageError("--influence needs a text of at least 2 characters: the last is predicted from the others.")
+    ids = torch.tensor(encode_text(language.vocabulary, text, "text"))
+    starts = torch.from_numpy(language.vocabulary.starts_character[ids.numpy()].copy())
+    first = int(starts.nonzero()[-1])
+    model = language.model
+    norms = by_character(influence(model, ids, first), starts[:first])
+    path = language.path.parent.parent if language.path.parent.name == "checkpoints" else language.path
+    return Influence(path.name, list(text[:-1]), norms.tolist(), text[-1])
+
+
+def draw_influences(found: Influence, path: Path) -> None:
+    """Draw it as a heat map over the text, into a PNG."""
+    title = f"What {found.label}'s prediction of {found.predicted!r} rests on: gradient norm on each character before"
+    draw_influence(found.characters, found.norms, found.predicted, path, title)

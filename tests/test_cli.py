@@ -152,7 +152,10 @@ def test_help_of_train_lists_every_option_with_its_default(lmapp_: Command, monk
         ("evaluate", "checkpoint data.path data.corpus data.encoding data.column import data.cache-dir runs-dir json"),
         ("corpus", "data.path data.hub data.column data.alphabet data.val-path json"),
         ("infill", "checkpoint text mask import runs-dir json"),
-        ("gradients", "data.path data.encoding data.column max-lag windows png import data.cache-dir runs-dir json"),
+        (
+            "gradients",
+            "data.path data.encoding data.column max-lag windows influence png import data.cache-dir runs-dir json",
+        ),
         ("compare", "runs-dir json"),
     ],
 )
@@ -811,16 +814,60 @@ def test_an_unknown_corpus(lmapp_: Command, tiny_run: Path, train: Command) -> N
 def test_gradients(lmapp_: Command, tiny_run: Path) -> None:
     result = lmapp_("gradients", tiny_run)
     assert (result.code, result.err) == (0, "")
-    assert result.out.splitlines()[0] == "tiny (gru, step 30), measured on the run's validation split"
-    assert result.out.endswith("picture: gradients.png\n")
+    lines = result.out.splitlines()
+    assert lines[0].split() == ["tiny", "gru,", "step", "30,", "measured", "on", "the", "run's", "validation", "split"]
+    assert lines[-1].split() == ["picture", "gradients.png"]
+    named = {line[:11].strip() for line in lines}
+    assert {
+        *("lag", "R states", "R inputs", "half-life", "horizon", "rate", "99 %", "R at τ", "cut off"),
+        *("Jacobian", "Lyapunov", "direction", "bounds", "gates", "keeping", "weights"),
+        *("norms", "threshold", "verdict"),
+    } <= named
     assert Path("gradients.png").read_bytes().startswith(b"\x89PNG")
     result = lmapp_("gradients", tiny_run, tiny_run, "--json", "--png", "sub/two.png", "--max-lag", 4, "--windows", 2)
     assert (result.code, result.err) == (0, "")
     first, second = result.document["checkpoints"]
     assert first == second
     assert first["curves"][0]["lags"] == [0, 1, 2, 3, 4]
+    assert {"decay/half_life", "decay/inputs/half_life", "spectrum/lyapunov"} <= first["figures"].keys()
+    assert first["intervals"]["half_life"].keys() == {"low", "high"}
+    assert len(first["spectrum"]["eigenvalues"]) == first["spectrum"]["size"] == 16
+    assert first["bounds"].keys() == {"not_defined"}
+    assert [gate["name"] for gate in first["gates"][0]["gates"]] == ["r", "z", "n"]
+    assert sum(first["weight_gradient"][0]["share"]) == pytest.approx(1)
+    assert first["clipping"]["quantiles"].keys() == {"10", "50", "90", "99"}
     assert result.document["png"] == "sub/two.png"
     assert Path("sub/two.png").is_file()
+
+
+def test_bounds_and_what_the_weights_say_are_those_of_a_vanilla_network(lmapp_: Command, train: Command) -> None:
+    assert train(*TINY, "--model.cell", "vanilla", "--train.max-steps", 5, "--name", "rnn").code == 0
+    result = lmapp_("gradients", "rnn", "--json", "--max-lag", 12)
+    (document,) = result.document["checkpoints"]
+    R, bounds = document["curves"][0]["R"], document["bounds"]
+    assert len(R) == len(bounds["product"]) == 13
+    for measured, product, uniform in zip(R, bounds["product"], bounds["uniform"], strict=True):
+        assert measured <= product * (1 + 1e-5) <= uniform * (1 + 1e-4)
+    assert any("W_hh" in sentence for sentence in document["conditions"])
+    assert "therefore" in lmapp_("gradients", "rnn", "--max-lag", 12).out
+
+
+def test_the_influence_on_a_prediction(lmapp_: Command, tiny_run: Path) -> None:
+    text = "the text is read from the left, and this is predicted"
+    result = lmapp_("gradients", tiny_run, "--influence", text)
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
+    assert lines[0] == text
+    assert lines[1].split() == ["predicted", "'d',", "by", "tiny"]
+    assert lines[2].startswith("rests on")
+    assert Path("influence.png").read_bytes().startswith(b"\x89PNG")
+    document = lmapp_("gradients", tiny_run, "--influence", text, "--json", "--png", "a.png").document
+    assert "".join(document["characters"]) + document["predicted"] == text
+    assert len(document["norms"]) == len(text) - 1
+    assert max(document["norms"]) == document["norms"][-1], "an untrained network forgets at once"
+    refused(lmapp_("gradients", tiny_run, "--influence", "a"), 2, "at least 2 characters")
+    refused(lmapp_("gradients", tiny_run, "--influence", "Ä"), 2)
+    refused(lmapp_("gradients", tiny_run, tiny_run, "--influence", "ab"), 2, "--influence is of one checkpoint")
 
 
 def test_gradients_of_too_short_a_text(lmapp_: Command, tiny_run: Path) -> None:
@@ -934,7 +981,7 @@ def test_what_training_a_window_model_says(window_run: tuple[Path, str]) -> None
     run, out = window_run
     assert f"{summary(run)['best']['val/loss']:.4f} nats, perplexity" in out
     assert "window of 16 characters × 8, one-hot input" in out
-    assert "which a window model does not have" in out
+    assert "there is nothing to truncate" in out
     assert "bigram" in out
     assert re.findall(r"^  lmapp (\w+)", out, re.MULTILINE) == ["generate", "evaluate", "compare"]
     assert summary(run)["parameters"] == 16 * (29 + 1) * 8 + 8 + 8 * 29 + 29
@@ -1049,14 +1096,22 @@ def test_evaluate_of_an_infill_model(lmapp_: Command, infill_run: tuple[Path, st
     assert "27 masked characters" in result.out
 
 
-@pytest.mark.parametrize("kind", ["infill", "window"])
-def test_gradients_of_what_has_no_state(lmapp_: Command, kind: str, request: pytest.FixtureRequest) -> None:
-    run, _ = request.getfixturevalue(f"{kind}_run")
-    result = lmapp_("gradients", run)
-    refused(
-        result, 2, f"an {kind} model" if kind == "infill" else "a window model", "a state carried from left to right"
-    )
-    assert not Path("gradients.png").exists()
+def test_gradients_of_a_model_that_reads_both_ways(lmapp_: Command, infill_run: tuple[Path, str]) -> None:
+    for more in ([], ["--influence", "the text"]):
+        refused(lmapp_("gradients", infill_run[0], *more), 2, "an infill model", "from left to right")
+    assert not list(Path().glob("*.png"))
+
+
+def test_gradients_of_a_window_model(lmapp_: Command, window_run: tuple[Path, str]) -> None:
+    """It has no state; what it reads has a gradient, and nothing beyond its window."""
+    result = lmapp_("gradients", window_run[0])
+    assert (result.code, result.err) == (0, "")
+    lines = dict(line.split(maxsplit=1) for line in result.out.splitlines())
+    assert "nothing to truncate" in lines["verdict"]
+    assert "R states" not in result.out
+    assert "R inputs" in result.out
+    assert not {"Jacobian", "bounds", "gates", "weights"} & lines.keys()
+    assert Path("gradients.png").is_file()
 
 
 def test_each_kind_of_model_does_its_own(

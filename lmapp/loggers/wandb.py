@@ -10,17 +10,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lightning.pytorch.loggers import WandbLogger
 
 from lmapp.config import TAG_LENGTH
+from lmapp.experiments.heatmaps import decay_history
 from lmapp.loggers.records import METRICS, read_lines
 
 STEP = "trainer/global_step"
 SECONDS_TO_CONNECT = 20
 MAX_TABLE_ROWS = 10_000
+MAX_LINES = 12
+"""Of one chart; W&B's have no more colours that can be told apart."""
 
-
-DECAY_CURVES, CLIP_TABLE = "decay/curves", "gradient/clip_events"
+DECAY_CURVES, DECAY_HISTORY, CLIP_TABLE, NORMS = (
+    "decay/curves",
+    "decay/lag_by_step",
+    "gradient/clip_events",
+    "gradient/norms",
+)
+"""Figures that are no numbers: records of decay.jsonl so far and at the end, clip events, a histogram."""
+BY_LAG = "decay_by_lag"
 
 
 class RunLogger(WandbLogger):
@@ -31,15 +41,22 @@ class RunLogger(WandbLogger):
         self.written = set(written)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log one step's figures as one row; the records of curves and events among them become charts and tables."""
+        """Log one step's figures as one row; those that are no numbers become charts, tables and pictures."""
         if step in self.written:
             return
         row = dict(metrics)
+        records = row.get(DECAY_HISTORY)
         if DECAY_CURVES in row:
             row |= decay_charts(row.pop(DECAY_CURVES))
+        if records:
+            row[DECAY_HISTORY] = decay_heat_map(records)
         if CLIP_TABLE in row:
             row[CLIP_TABLE] = clip_table(row[CLIP_TABLE])
+        if NORMS in row:
+            row[NORMS] = norm_histogram(*row[NORMS])
         super().log_metrics(row, step)
+        for point in curve_points(records or []):
+            self.experiment.log(point)
 
 
 def choose_mode(wanted: str) -> tuple[str, str]:
@@ -128,8 +145,11 @@ def open_run(
         )
         run = init("offline")
     run.define_metric(STEP)
-    for axis in ("train", "gradient", "decay", "spectrum"):
+    for axis in ("train", "gradient", "update", "decay", "spectrum"):
         run.define_metric(f"{axis}/*", step_metric=STEP)
+    run.define_metric(f"{BY_LAG}/lag", hidden=True)
+    for figure in ("R", "G", "zero_share"):
+        run.define_metric(f"{BY_LAG}/{figure}", step_metric=f"{BY_LAG}/lag", summary="none")
     for figure in ("loss", "perplexity", "bits_per_char", "bits_per_byte", "infill_loss"):
         run.define_metric(f"val/{figure}", step_metric=STEP, summary="min,last")
     return run
@@ -181,7 +201,8 @@ def fill_gaps(run: Any, directory: Path, written: set[int]) -> None:
 def decay_charts(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The curves R_k against lag as W&B line charts with lag as x axis.
 
-    `decay/curve` is the latest measurement, `decay/curves` one line a measured step.
+    `decay/curve` is the latest measurement; `decay/curves` has one line a measured step, of more than `MAX_LINES` the
+    first, the last and those between at equal distances, so that what is sent does not grow with their square.
 
     Args:
         records: lines of decay.jsonl for all layers together, joint, in order.
@@ -192,16 +213,48 @@ def decay_charts(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     columns: list[str | int] = ["lag", "R", "G", "zero_share"]
     rows = zip(latest["lags"], latest["R"], latest["G"], latest["zero_share"], strict=True)
     table = wandb.Table(columns=columns, data=[list(row) for row in rows])
+    lines = min(len(records), MAX_LINES)
+    shown = [records[number * (len(records) - 1) // max(1, lines - 1)] for number in range(lines)]
     return {
         "decay/curve": wandb.plot.line(table, "lag", "R", title="Gradient decay R_k against lag k"),
         "decay/curves": wandb.plot.line_series(
             xs=latest["lags"],
-            ys=[r["R"] for r in records],
-            keys=[f"step {r['step']}" for r in records],
+            ys=[r["R"] for r in shown],
+            keys=[f"step {r['step']}" for r in shown],
             title="Gradient decay R_k against lag k, one line a measured step",
             xname="lag",
         ),
     }
+
+
+def decay_heat_map(records: Sequence[Mapping[str, Any]]) -> Any:
+    """How R at each lag went through training, as a picture: the lag upwards, the measured step to the right."""
+    import wandb
+
+    history = decay_history([r["step"] for r in records], records[-1]["lags"], [r["R"] for r in records])
+    return wandb.Image(history, caption="relative gradient norm R_k by lag and step")
+
+
+def curve_points(records: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """The last curve, a row a lag: native charts with the lag as axis, in which W&B lays the runs of a group together.
+
+    Lines of its charts made from tables cannot be told apart by run.
+    """
+    if not records:
+        return []
+    last = records[-1]
+    names = ("R", "G", "zero_share")
+    points = zip(last["lags"], *(last[name] for name in names), strict=True)
+    return [
+        {f"{BY_LAG}/lag": lag, **{f"{BY_LAG}/{n}": v for n, v in zip(names, row, strict=True)}} for lag, *row in points
+    ]
+
+
+def norm_histogram(counts: Sequence[int], edges: Sequence[float]) -> Any:
+    """The norms of all steps as a W&B histogram."""
+    import wandb
+
+    return wandb.Histogram(np_histogram=(np.asarray(counts), np.asarray(edges)))
 
 
 def clip_table(events: Sequence[Mapping[str, Any]]) -> Any:

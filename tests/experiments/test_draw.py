@@ -2,20 +2,42 @@ import struct
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from lmapp.cells import CELLS
 from lmapp.errors import LmappError
-from lmapp.experiments.draw import NamedCurve, draw_decay
+from lmapp.experiments.draw import QUANTILES, Sheet, draw_gradients
 
 
-def curve(label="GRU", cell="gru", rate=0.9, lags=40, half_life=6.6, censored=False, zeros=0.0):
+def sheet(label="GRU", cell="gru", rate=0.9, lags=40, half_life=6.6, censored=False, zeros=0.0, **measured):
     R = [rate**k for k in range(lags + 1)]
-    return NamedCurve(label, cell, list(range(lags + 1)), R, [zeros] * (lags + 1), half_life, censored)
+    return Sheet(
+        label=label,
+        cell=cell,
+        lags=list(range(lags + 1)),
+        R=R,
+        zero_share=[zeros] * (lags + 1),
+        half_life=half_life,
+        censored=censored,
+        **measured,
+    )
 
 
-def drawn(curves, path, title="Decay"):
-    """The figure that was saved."""
+def few(label, cell, R, zero_share, half_life):
+    return Sheet(
+        label=label,
+        cell=cell,
+        lags=list(range(len(R))),
+        R=R,
+        zero_share=zero_share,
+        half_life=half_life,
+        censored=False,
+    )
+
+
+def panels(sheets, path, title="Gradients"):
+    """The four axes that were saved."""
     figures = []
 
     def keep(figure, target):
@@ -24,33 +46,39 @@ def drawn(curves, path, title="Decay"):
 
     import lmapp.experiments.draw as module
 
-    save = module._save
+    save = module.save
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_save", keep)
-        draw_decay(curves, path, title=title)
-    (axes,) = figures[0].axes
-    return axes
+        patch.setattr(module, "save", keep)
+        draw_gradients(sheets, path, title=title)
+    assert figures[0].get_suptitle() == title
+    return figures[0].axes
+
+
+def drawn(sheets, path):
+    """The panel of the decay."""
+    return panels(sheets, path)[0]
+
+
+def labels(axes):
+    return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
 def test_picture_is_a_png_as_wide_as_promised_and_alone(tmp_path):
     path = tmp_path / "new" / "decay.png"
-    draw_decay([curve(), curve("LSTM", "lstm", 0.95)], path, title="Decay")
+    draw_gradients([sheet(), sheet("LSTM", "lstm", 0.95)], path, title="Gradients")
     content = path.read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
-    assert struct.unpack(">II", content[16:24]) == (1600, 920)
+    assert struct.unpack(">II", content[16:24]) == (2100, 1380)
     assert [file.name for file in path.parent.iterdir()] == ["decay.png"]
 
 
 def test_what_is_drawn(tmp_path):
     axes = drawn(
-        [curve(), curve("LSTM", "lstm", 0.999, half_life=40.0, censored=True, zeros=0.25)],
+        [sheet(), sheet("LSTM", "lstm", 0.999, half_life=40.0, censored=True, zeros=0.25)],
         tmp_path / "a.png",
-        "Two cells",
     )
     assert axes.get_yscale() == "log"
-    assert axes.get_title(loc="left") == "Two cells"
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels == ["GRU: half-life 6.6 steps", "LSTM: half-life > 40 steps, up to 25 % zeros"]
+    assert labels(axes) == ["GRU: half-life 6.6 steps", "LSTM: half-life > 40 steps, up to 25 % zeros"]
     texts = " ".join(text.get_text() for text in axes.texts)
     assert "1/2" in texts
     assert "1/100" in texts
@@ -65,37 +93,68 @@ def test_a_cell_looks_the_same_in_every_picture_and_cells_differ_without_colour(
         return [(item.get_color(), item.get_linestyle(), item.get_marker()) for item in lines]
 
     cells = [*CELLS, "lstm+gru"]
-    together = looks([curve(cell, cell) for cell in cells])
+    together = looks([sheet(cell, cell) for cell in cells])
     # Beside others that have no look of their own, which are told apart in the order of their names.
-    assert [looks([curve("a", "a+b"), curve(cell, cell)])[1] for cell in CELLS] == together[:-1]
+    assert [looks([sheet("a", "a+b"), sheet(cell, cell)])[1] for cell in CELLS] == together[:-1]
     assert len({look[1:] for look in together}) == len({look[2] for look in together}) == len(cells)
     families = ["vanilla", "lstm", "gru", "mingru", "concatenated", "lstm+gru"]
     assert len({look[0] for cell, look in zip(cells, together, strict=True) if cell in families}) == len(families)
-    twice = drawn([curve("one", "gru"), curve("two", "gru")], tmp_path / "a.png")
+    twice = drawn([sheet("one", "gru"), sheet("two", "gru")], tmp_path / "a.png")
     lines = [item for item in twice.lines if not item.get_label().startswith("_")]
     assert lines[0].get_markerfacecolor() != lines[1].get_markerfacecolor()
 
 
 def test_lags_before_the_reference_are_no_zeros_to_speak_of(tmp_path):
-    late = NamedCurve("late", "concatenated", [0, 1, 2, 3], [0.0, 1.0, 0.5, 0.2], [1.0, 0.0, 0.0, 0.0], 2.0, False)
-    cut = NamedCurve("cut", "vanilla", [0, 1, 2, 3], [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0], 0.5, False)
-    labels = [text.get_text() for text in drawn([late, cut], tmp_path / "a.png").get_legend().get_texts()]
-    assert labels == ["late: half-life 2 steps", "cut: half-life 0.5 steps, up to 100 % zeros"]
+    late = few("late", "concatenated", [0.0, 1.0, 0.5, 0.2], [1.0, 0.0, 0.0, 0.0], 2.0)
+    cut = few("cut", "vanilla", [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0], 0.5)
+    assert labels(drawn([late, cut], tmp_path / "a.png")) == [
+        "late: half-life 2 steps",
+        "cut: half-life 0.5 steps, up to 100 % zeros",
+    ]
 
 
 def test_exact_zeros_growth_and_no_curves_are_drawn_without_complaint(tmp_path):
-    zero = NamedCurve("cut", "vanilla", [0, 1, 2], [1.0, 0.0, 0.0], [0.0, 1.0, 1.0], 1.0, False)
-    none = NamedCurve("none", "vanilla", [0, 1, 2], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0], 0.0, False)
-    axes = drawn([zero, none, curve(rate=1.3)], tmp_path / "a.png")
+    zero = few("cut", "vanilla", [1.0, 0.0, 0.0], [0.0, 1.0, 1.0], 1.0)
+    none = few("none", "vanilla", [0.0, 0.0, 0.0], [1.0, 1.0, 1.0], 0.0)
+    axes = drawn([zero, none, sheet(rate=1.3)], tmp_path / "a.png")
     assert axes.get_ylim()[1] > 1.3**40
     drawn([], tmp_path / "b.png")
+
+
+def test_the_other_panels_show_what_was_measured_and_say_what_was_not(tmp_path):
+    whole = sheet(
+        "first",
+        bounds=([0.95**k for k in range(41)], [1.2**k for k in range(41)]),
+        eigenvalues=np.array([0.5 + 0.5j, 0.5 - 0.5j, 0.2]),
+        radius=0.7071,
+        weight_share=[0.2, 0.45, 0.7, 0.9, 1.0],
+        norms=list(0.1 + QUANTILES),
+        threshold=0.5,
+    )
+    decay, spectrum, weights, norms = panels([whole, sheet("wide", "lstm", radius=1.25)], tmp_path / "a.png")
+    assert "bounds" in decay.get_title(loc="left")
+    last = [line.get_ydata()[-1] for line in decay.lines if len(line.get_ydata()) == 41]
+    assert last == pytest.approx([0.9**40, 0.95**40, 1.2**40, 0.9**40])
+    assert sorted(map(tuple, spectrum.collections[0].get_offsets().tolist())) == [(0.2, 0), (0.5, -0.5), (0.5, 0.5)]
+    assert labels(spectrum) == ["first: largest 0.707", "wide: largest 1.25"]
+    circle = spectrum.lines[-1]
+    assert np.hypot(*circle.get_data()) == pytest.approx(1.25)
+    assert labels(weights) == ["first: half from lags up to 2"]
+    assert labels(norms) == ["first: clipped above 0.5"]
+    assert norms.lines[0].get_data()[1].tolist() == QUANTILES.tolist()
+
+    bare = panels([sheet()], tmp_path / "a.png")
+    assert [[text.get_text() for text in axes.texts if "not" in text.get_text()] for axes in bare[1::2]] == [
+        ["not measured"],
+        ["not recorded"],
+    ]
 
 
 def test_a_failed_picture_leaves_the_old_one_and_no_other_file(tmp_path):
     path = tmp_path / "decay.png"
     path.mkdir()
     with pytest.raises(LmappError, match=r"decay\.png could not be written"):
-        draw_decay([curve()], path, title="Decay")
+        draw_gradients([sheet()], path, title="Gradients")
     assert [file.name for file in tmp_path.iterdir()] == ["decay.png"]
 
 

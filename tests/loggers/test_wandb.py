@@ -20,6 +20,8 @@ CONTRACT = {
     "train/loss train/perplexity train/bits_per_char train/chars_per_second train/learning_rate train/characters",
     "train/seconds val/loss val/perplexity val/bits_per_char val/bits_per_byte",
     "gradient/norm gradient/norm_clipped gradient/clip_fraction gradient/nonfinite",
+    "gradient/norm_p50 gradient/norm_p90 gradient/norm_p99 gradient/group/layer0/weight_hh update/layer0/weight_hh",
+    "spectrum/norm spectrum/radius spectrum/lyapunov decay/half_life_low decay/half_life_high decay/inputs/half_life",
     "decay/half_life decay/half_life_censored decay/horizon decay/horizon_censored decay/rate",
     "decay/lag_99 decay/lag_99_censored decay/at_truncation decay/lost_share",
     *(
@@ -66,7 +68,14 @@ def offline_records(run: Path) -> list[dict[str, Any]]:
 
 
 def history(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [r["history"]["item"] for r in records if r["type"] == "history"]
+    """The rows of the steps, without those of the last curve, which have a lag for their axis."""
+    rows = [r["history"]["item"] for r in records if r["type"] == "history"]
+    return [row for row in rows if "trainer/global_step" in row]
+
+
+def points(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    rows = [r["history"]["item"] for r in records if r["type"] == "history"]
+    return [row for row in rows if "trainer/global_step" not in row]
 
 
 def test_finished_offline_run_read_back(tmp_path: Path, real_text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,6 +108,24 @@ def test_finished_offline_run_read_back(tmp_path: Path, real_text: str, capsys: 
     )
     assert {row[overlay["columns"].index("lineKey")] for row in overlay["data"]} == {"step 0", "step 20", "step 40"}
     assert len(overlay["data"]) == 3 * 25
+
+    # The last curve once more, a row a lag, as the charts have it that lay several runs together.
+    last = points(records)
+    assert [point["decay_by_lag/lag"] for point in last] == joint[-1]["lags"]
+    for name in ("R", "G", "zero_share"):
+        assert [point[f"decay_by_lag/{name}"] for point in last] == pytest.approx(joint[-1][name])
+    axes = {r["metric"].get("name"): r["metric"].get("step_metric") for r in records if r["type"] == "metric"}
+    assert axes["decay_by_lag/R"] == "decay_by_lag/lag"
+    # All measured steps as a picture, and the norms of all steps as a histogram, once, at the end.
+    from PIL import Image
+
+    assert ["decay/lag_by_step.path" in row for row in rows] == [False] * (len(rows) - 1) + [True]
+    with Image.open(files / rows[-1]["decay/lag_by_step.path"]) as picture:
+        assert picture.size == (1200, 690)
+    counts, edges = rows[-1]["gradient/norms.values"], rows[-1]["gradient/norms.bins"]
+    assert sum(counts) == 40
+    norms = [line["gradient/norm"] for line in local if "gradient/norm" in line]
+    assert edges[0] <= min(norms) <= max(norms) <= edges[-1]
 
     # Every clip event, with its text.
     events = [json.loads(line) for line in (run / "clip_events.jsonl").read_text().splitlines()]
@@ -166,7 +193,8 @@ def test_killed_and_resumed_run_has_every_step_once(tmp_path: Path, real_text: s
     assert Counter(row["trainer/global_step"] for row in rows) == Counter(local.keys())
     for row in rows:
         expected = local[row["trainer/global_step"]]
-        scalars = {n for n in row if "table" not in n and "clip_events" not in n and not n.startswith("_")}
+        others = ("table", "clip_events", "gradient/norms.", "lag_by_step")  # charts, tables and pictures
+        scalars = {n for n in row if not any(other in n for other in others) and not n.startswith("_")}
         assert scalars - {"trainer/global_step"} == expected.keys()
         timed = ("train/seconds", "train/chars_per_second")
         assert {n: row[n] for n in expected if n not in timed} == pytest.approx(
