@@ -8,7 +8,7 @@ BIN   := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train generate evaluate compare test test-all bench check clean
+.PHONY: help install train generate evaluate compare test test-all bench demo-memory check clean
 
 help:  ## List the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -46,6 +46,9 @@ test-all: $(STAMP)  ## Run the slow tests too, `make train` itself among them.
 
 bench: $(STAMP)  ## Measure speed and memory, beside torch.nn (ten minutes); the last line is JSON.
 	@$(BIN)/python tests/benchmarks/run.py $(ARGS)
+
+demo-memory: $(STAMP)  ## What can be learnt over 10 to 300 steps, beside the gradient's decay (over an hour; goes on).
+	@$(BIN)/python -m lmapp.demonstration $(ARGS)
 
 check: $(STAMP)  ## Check format, lint and types.
 	@$(BIN)/ruff format --check lmapp tests
