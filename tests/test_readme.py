@@ -116,6 +116,19 @@ def test_every_config_trains(config: Path, place: Path) -> None:
     assert result.metrics["steps"] == 2
 
 
+def test_the_page_on_gradients_names_what_exists() -> None:
+    from lmapp.config import option_name, option_names
+
+    page = (ROOT / "lmapp" / "gradients" / "README.md").read_text(encoding="utf-8")
+    options = set(re.findall(r"--(?:data|model|train|gradients|logging)\.[a-z-]+", page))
+    assert len(options) > 10
+    assert options <= {option_name(keys) for keys in option_names()}
+    configs = set(re.findall(r"configs/[a-z_0-9]+\.yaml", page))
+    assert configs
+    assert all((ROOT / config).is_file() for config in configs)
+    assert "(lmapp/gradients/README.md)" in README
+
+
 def test_make_targets_of_the_readme_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
