@@ -19,7 +19,7 @@ from typing import Any
 
 from lmapp.errors import LmappError, UsageError
 
-VERSION = 1
+VERSION = 2
 BEST, LAST = "best.ckpt", "last.ckpt"
 
 

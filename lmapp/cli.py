@@ -424,8 +424,12 @@ def gradients(
         raise UsageError(f"--png is the name of a file to write, not {png!r}.")
     _import(import_)
     if influence is not None:
-        if len(checkpoints) > 1 or path:
-            raise UsageError("--influence is of one checkpoint and the text given: name one, and no --data.path.")
+        if len(checkpoints) > 1:
+            raise UsageError("--influence is of one checkpoint: name one.")
+        idle = {"data.path": path, "data.encoding": encoding, "data.column": column, "max-lag": max_lag}
+        idle |= {"windows": windows != 8, "data.cache-dir": cache_dir}
+        if unread := next((name for name, value in idle.items() if value), None):
+            raise UsageError(f"--{unread} does nothing to --influence, which is of the text given with it.")
         _influence(checkpoints[0], influence, picture, runs_dir, json_)
         return
     from lmapp import describe, laboratory

@@ -264,8 +264,8 @@ class GradientsConfig:
     windows: Count = 8
     """Windows of validation text it is measured on."""
     budget: Annotated[float, Bounds(low=0, high=1, open_low=True, open_high=True)] | None = None
-    """Largest share of the training time that measuring may take, as 0.02 for 2 %: every_steps is raised to keep it,
-    once 50 steps have been timed. By default there is no limit."""
+    """Largest share of the training time that measuring gradient decay may take, as 0.02 for 2 %: every_steps is raised
+    to keep it from then on, once 50 steps have been timed. By default there is no limit."""
     spectrum_every_steps: Steps = 2000
     """Measure spectral norm, spectral radius and Lyapunov exponent of the state's Jacobian before the first step, every
     so many steps and at the end; 0, or every_steps 0, turns it off."""
@@ -564,6 +564,8 @@ def _check_task(config: Config) -> None:
 
 def _of_task(config: Config, given: Mapping[str, Any]) -> Config:
     """The configuration of a task, whose records start from the initial state and are a window each unless given."""
+    if "reset_state" in given and not config.data.reset_state and config.model.kind == "recurrent":
+        raise UsageError("--data.reset-state false: every record of --data.task starts from the initial state.")
     data = replace(config.data, reset_state=config.model.kind == "recurrent")
     return replace(config, data=data if "sequence_length" in given else replace(data, sequence_length=data.record))
 

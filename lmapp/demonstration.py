@@ -252,8 +252,8 @@ def outcome(run: Wanted, out: Path) -> Outcome:
         steps=summary["steps"],
         characters=(solved_at or summary)["characters"],
         seconds=summary["seconds"],
-        half_life_start=lags[0],
-        half_life_end=lags[-1],
+        half_life_start=lags[0] if lags else Lag(math.nan, False),
+        half_life_end=lags[-1] if lags else Lag(math.nan, False),
         R_start=float(curves[0][run.delay]),
         R_end=float(curves[-1][run.delay]),
     )

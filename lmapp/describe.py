@@ -27,6 +27,7 @@ from lmapp.gradients.norms import advice
 from lmapp.gradients.truncation import Truncation
 from lmapp.training import memory, plan
 from lmapp.training.module import Progress
+from lmapp.training.probe import bridged
 from lmapp.training.truncation import work
 from lmapp.units import count, size
 
@@ -239,12 +240,14 @@ def steps(
     if (processes := how["processes"]) > 1:
         line(console, "processes", f"{processes}, {count(batches.batch_size // processes, 'row')} each")
     _cuts(console, config.train, batches, truncation)
-    bridged = model.kind == "window" or config.data.task is None  # all that a window model reads it has a gradient of
-    if not bridged and (back := truncation.look_back[1]) <= config.data.task_delay:
+    task = task_of(config.data)
+    # All that a window model reads it has a gradient of.
+    if task is not None and model.kind != "window" and (share := bridged(task, truncation)) < 1:
+        some, only = ("The", f" for {100 * share:.0f} % of the answers only") if share else ("No", "")
         note(
             console,
-            f"No gradient bridges the delay of {count(config.data.task_delay, 'step')}: the losses look back "
-            f"{count(back, 'step')} at most. Windows of --data.sequence-length {config.data.record} are a record each.",
+            f"{some} gradient bridges the delay of {count(task.delay, 'step')}{only}. "
+            f"Windows of --data.sequence-length {task.record} are a record each.",
         )
     if config.train.omega:
         line(console, "regulariser", f"Ω with weight {config.train.omega:g}, for a gradient as long at every step")
@@ -369,7 +372,8 @@ def figures(
         table.add_row("non-finite", f"{progress.nonfinite_events:,} gradients discarded")
     if decay is not None:
         when = "" if measured == progress.step else f" (measured at step {measured:,})"
-        table.add_row("half-life", f"{decay.curve().half_life} steps of the gradient{when}")
+        half_life = decay.figure("half_life")
+        table.add_row("half-life", "none" if half_life is None else f"{half_life} steps of the gradient{when}")
     console.print(table)
 
 

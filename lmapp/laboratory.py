@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from lmapp.callbacks.decay import place
 from lmapp.data.tasks import task_of
 from lmapp.errors import LmappError, UsageError
 from lmapp.experiments.draw import QUANTILES, Sheet, draw_gradients
@@ -28,15 +27,17 @@ from lmapp.gradients.decay import (
 from lmapp.gradients.gates import LayerGates, measure_gates
 from lmapp.gradients.influence import by_character, influence
 from lmapp.gradients.norms import ClipAdvice, NormHistogram, advice
-from lmapp.gradients.spectrum import Spectrum, measure_spectrum
+from lmapp.gradients.spectrum import Spectrum, measure_spectrum, why_not
 from lmapp.gradients.truncation import Truncation
 from lmapp.gradients.weight_lags import WeightLags, measure_weight_lags
 from lmapp.inference import LanguageModel, load
 from lmapp.inference.generation import encode_text
 from lmapp.inference.trained import Text, Trained
 from lmapp.models import InfillModel, RecurrentModel, WindowModel
+from lmapp.training.probe import place
 from lmapp.training.truncation import resolve
 
+NO_STATE = "there is no state"
 SHOWN_LAGS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 
@@ -52,7 +53,7 @@ class Measurement:
         note: what differs from what was asked for, in words.
         truncation: of its training.
         decay: the gradient against lag.
-        spectrum: of the state's Jacobian; None of a model without a state.
+        spectrum: of the state's Jacobian, or why there is none.
         bounds: on the top layer's decay, or why there are none.
         conditions: what its weights alone say about vanishing and exploding.
         gates: of each layer.
@@ -69,7 +70,7 @@ class Measurement:
     note: str
     truncation: Truncation
     decay: Decay
-    spectrum: Spectrum | None
+    spectrum: Spectrum | str
     bounds: Bounds | str
     conditions: list[str]
     gates: list[LayerGates]
@@ -86,16 +87,6 @@ class Measurement:
 
     def as_dict(self) -> dict[str, Any]:
         """As `lmapp gradients --json` prints it: figures by their logged names, and what they are from."""
-        bounds: Any = {"not_defined": self.bounds}
-        if isinstance(self.bounds, Bounds):
-            bounds = {
-                "layer": self.bounds.layer,
-                "activation": self.bounds.activation,
-                "gamma": self.bounds.gamma,
-                "sigma_max": self.bounds.sigma_max,
-                "product": self.bounds.product.tolist(),
-                "uniform": self.bounds.uniform.tolist(),
-            }
         return {
             "label": self.label,
             "cell": self.cell,
@@ -104,7 +95,10 @@ class Measurement:
             "note": self.note,
             "bptt": self.truncation.mode,
             "truncation_length": self.truncation.length,
-            "figures": {**self.decay.scalars(), **({} if self.spectrum is None else self.spectrum.scalars())},
+            "figures": {
+                **self.decay.scalars(),
+                **({} if isinstance(self.spectrum, str) else self.spectrum.scalars()),
+            },
             "intervals": {
                 quoted.name: None
                 if quoted.interval is None
@@ -112,8 +106,8 @@ class Measurement:
                 for quoted in self.decay.summary()
             },
             "curves": self.decay.records(self.step),
-            "spectrum": None if self.spectrum is None else self.spectrum.as_dict(),
-            "bounds": bounds,
+            "spectrum": {"not_measured": self.spectrum} if isinstance(self.spectrum, str) else self.spectrum.as_dict(),
+            "bounds": self.bounds.as_dict() if isinstance(self.bounds, Bounds) else {"not_defined": self.bounds},
             "conditions": self.conditions,
             "gates": [layer.as_dict() for layer in self.gates],
             "weight_gradient": [
@@ -186,12 +180,12 @@ class Measurement:
 
     def _components(self, layer: int) -> str:
         names = [name for owner, name in self.decay.curves if owner == layer]
-        return ", ".join(f"{name} {self.decay.curve(layer, name).half_life}" for name in names)
+        return ", ".join(f"{name} {self.decay.figure('half_life', layer, name) or 'none'}" for name in names)
 
     def _figures(self) -> list[tuple[str, str]]:
         said = {
             "half_life": ("half-life", "{} steps"),
-            "horizon": ("horizon", "{} steps, after which 1 % is left"),
+            "horizon": ("horizon", "{} steps, until 1 % is left"),
             "rate": ("rate", "{} a step"),
             "lag_99": ("99 %", "of the summed gradient norm lies within {} steps"),
             "at_truncation": ("R at τ", f"{{}} at lag {self.truncation.length}"),
@@ -205,33 +199,12 @@ class Measurement:
         return rows
 
     def _spectral(self) -> list[tuple[str, str]]:
-        spectrum = self.spectrum
-        if spectrum is None:
+        if self.spectrum == NO_STATE:
             return []
-        rough = [
-            name
-            for name, settled in (("norm", spectrum.norms_settled), ("radius", spectrum.radii_settled))
-            if not settled.all()
-        ]
-        settled = f" ({' and '.join(rough)}: not everywhere settled)" if rough else ""
-        rows = [
-            (
-                "Jacobian",
-                f"of one step of all {spectrum.size:,} entries of the state: spectral norm {spectrum.norm:.4g}, "
-                f"spectral radius {spectrum.radius:.4g}{settled}",
-            ),
-            (
-                "Lyapunov",
-                f"{spectrum.lyapunov:+.4f} a step, largest exponent over {spectrum.steps} steps"
-                + (": nearby states move apart" if spectrum.lyapunov > 0 else ": nearby states come together"),
-            ),
-        ]
-        if (overlap := spectrum.overlap) is not None and overlap.pairs.any():
-            used = [number for number in range(len(overlap.lags)) if overlap.pairs[number]]
-            values = ", ".join(f"{overlap.values[n]:.2f} at lag {overlap.lags[n]}" for n in used)
-            rows.append(
-                ("direction", f"overlap of the gradient with the {overlap.reference} it should turn to: {values}")
-            )
+        if isinstance(self.spectrum, str):
+            rows = [("Jacobian", f"not measured: {self.spectrum}")]
+        else:
+            rows = self._jacobian(self.spectrum)
         if isinstance(self.bounds, Bounds):
             k = min(10, int(self.bounds.lags[-1]))
             rows.append(
@@ -246,6 +219,34 @@ class Measurement:
             rows.append(("bounds", f"not defined: {self.bounds}"))
         return [*rows, *(("therefore", sentence) for sentence in self.conditions)]
 
+    def _jacobian(self, spectrum: Spectrum) -> list[tuple[str, str]]:
+        rough = [
+            name
+            for name, settled in (("norm", spectrum.norms_settled), ("radius", spectrum.radii_settled))
+            if not settled.all()
+        ]
+        settled = f" ({' and '.join(rough)}: not everywhere settled)" if rough else ""
+        apart = "move apart" if spectrum.lyapunov > 0 else "come together"
+        rows = [
+            (
+                "Jacobian",
+                f"of one step of all {spectrum.size:,} entries of the state: spectral norm {spectrum.norm:.4g}, "
+                f"spectral radius {spectrum.radius:.4g}{settled}",
+            ),
+            (
+                "Lyapunov",
+                f"{spectrum.lyapunov:+.4f} a step, largest exponent over {spectrum.steps} steps: nearby states {apart}",
+            ),
+        ]
+        if (overlap := spectrum.overlap) is not None and overlap.pairs.any():
+            used = [number for number in range(len(overlap.lags)) if overlap.pairs[number]]
+            values = ", ".join(f"{overlap.values[n]:.2f} at lag {overlap.lags[n]}" for n in used)
+            note = f" ({overlap.note})" if overlap.note else ""
+            rows.append(
+                ("direction", f"overlap of the gradient with the {overlap.reference} it should turn to: {values}{note}")
+            )
+        return rows
+
     def _gates(self, layer: LayerGates) -> list[tuple[str, str]]:
         where = f"layer {layer.layer}: " if len(self.gates) > 1 else ""
         parts = []
@@ -257,13 +258,13 @@ class Measurement:
         rows = [("gates", where + "means " + ", ".join(parts))] if parts else []
         if (kept := layer.retention) is not None:
             low, middle, high = kept.time_constants
+            measured = self.decay.figure("half_life", layer.layer) or "none"
             rows.append(
                 (
                     "keeping",
                     f"{where}{kept.gate} keeps {kept.mean:.3f} of the state a step in the mean; were it always so, the "
-                    f"half-life would be {kept.half_life:.3g} steps (measured of the gradient: "
-                    f"{self.decay.curve(layer.layer).half_life}); time constants of units {low:.3g}, {middle:.3g}, "
-                    f"{high:.3g} (10, 50, 90 %)",
+                    f"half-life would be {kept.half_life:.3g} steps (measured of the gradient: {measured}); time "
+                    f"constants of units {low:.3g}, {middle:.3g}, {high:.3g} (10, 50, 90 %)",
                 )
             )
         return rows
@@ -300,13 +301,13 @@ def measure_checkpoints(
         if isinstance(language.model, InfillModel):
             raise UsageError(f"{language.path} has no gradient decay: {not_defined(language.config.model.kind)}.")
         text = language.text(paths, encoding=encoding, column=column, cache_dir=cache_dir)
-        if len(text.ids) < 2 and not paths:  # there was no validation: the run itself measured on this
-            text = language.text(split="train", cache_dir=cache_dir)
-        measured.append(_measure(language, text, max_lag, windows, own=not paths))
+        train = None if paths else language.text(split="train", cache_dir=cache_dir)
+        measured.append(_measure(language, text, train, max_lag, windows))
     return measured
 
 
-def _measure(language: Trained, text: Text, max_lag: int | None, windows: int, *, own: bool) -> Measurement:
+def _measure(language: Trained, text: Text, train: Text | None, max_lag: int | None, windows: int) -> Measurement:
+    """On a text, or on the run's own, whose training text stands in where the validation text is too short."""
     model, config, plan = language.model, language.config, language.saved["plan"]
     assert isinstance(model, RecurrentModel | WindowModel)
     # The plan knows what τ came to on the text of the training, whose rows are not known here.
@@ -315,27 +316,29 @@ def _measure(language: Trained, text: Text, max_lag: int | None, windows: int, *
         config,
         truncation,
         text.ids,
-        text.ids[:0],
-        task=task_of(config.data) if own else None,
+        text.ids[:0] if train is None else train.ids,
+        task=None if train is None else task_of(config.data),
         windows=windows,
         max_lag=max_lag,
     )
     if shape is None or ids is None:
         raise LmappError(f"{language.path}, on {text.name}: {note}.\nName a longer text: --data.path FILE")
+    if train is not None and shape.source == "train":
+        text = train
     probe = torch.from_numpy(ids)
     decay = measure(model, probe, shape)
-    spectrum: Spectrum | None = None
-    bounds: Bounds | str = "there is no state"
+    spectrum: Spectrum | str = NO_STATE
+    bounds: Bounds | str = NO_STATE
     said: list[str] = []
     gates: list[LayerGates] = []
     weights: list[WeightLags] = []
     if isinstance(model, RecurrentModel):
-        spectrum = measure_spectrum(model, probe, shape, seed=config.seed, dense=True, overlap=True)
+        spectrum = why_not(model) or measure_spectrum(model, probe, shape, seed=config.seed, dense=True, overlap=True)
         bounds, said = measure_bounds(model, probe, shape, decay), conditions(model)
         gates, weights = measure_gates(model, probe, shape), measure_weight_lags(model, probe, shape)
-    progress, train = language.saved["progress"], config.train
-    norms, by_value = NormHistogram(**progress["norms"]), train.clip_value is not None
-    threshold = train.clip_value if by_value else train.clip_norm
+    progress, options = language.saved["progress"], config.train
+    norms, by_value = NormHistogram(**progress["norms"]), options.clip_value is not None
+    threshold = options.clip_value if by_value else options.clip_norm
     path = language.path.parent.parent if language.path.parent.name == "checkpoints" else language.path
     return Measurement(
         label=path.name,
@@ -360,8 +363,9 @@ def draw(measured: Sequence[Measurement], path: Path) -> None:
     """Draw the four panels into a PNG: decay with bounds, spectrum, weight gradient by lag, norms."""
     sheets = []
     for m in measured:
-        curve = m.decay.curve()
+        curve, half_life = m.decay.curve(), m.decay.figure("half_life")
         spectrum, bounds = m.spectrum, m.bounds
+        half_weights = m.weights[-1].lag_holding(0.5) if m.weights else None
         sheets.append(
             Sheet(
                 label=m.label,
@@ -369,12 +373,13 @@ def draw(measured: Sequence[Measurement], path: Path) -> None:
                 lags=curve.lags.tolist(),
                 R=curve.R.tolist(),
                 zero_share=curve.zero_share.tolist(),
-                half_life=curve.half_life.value,
-                censored=curve.half_life.censored,
+                half_life=None if half_life is None else half_life.value,
+                censored=half_life is not None and half_life.censored,
                 bounds=(bounds.product.tolist(), bounds.uniform.tolist()) if isinstance(bounds, Bounds) else None,
-                eigenvalues=None if spectrum is None else spectrum.eigenvalues,
-                radius=None if spectrum is None else spectrum.radius,
-                weight_share=m.weights[-1].cumulative_size.tolist() if m.weights else None,
+                eigenvalues=None if isinstance(spectrum, str) else spectrum.eigenvalues,
+                radius=None if isinstance(spectrum, str) else spectrum.radius,
+                weight_share=m.weights[-1].cumulative_size.tolist() if half_weights is not None else None,
+                half_weights=str(half_weights),
                 norms=[m.norms.quantile(q) for q in QUANTILES] if m.norms.count else None,
                 threshold=m.threshold,
             )

@@ -30,7 +30,7 @@ from rich.console import Console
 
 from lmapp import checkpoint, describe
 from lmapp.callbacks.clipping import ClipEvents
-from lmapp.callbacks.decay import DecayProbe, place
+from lmapp.callbacks.decay import DecayProbe
 from lmapp.callbacks.metrics import TrainingFigures
 from lmapp.callbacks.progress import ProgressDisplay
 from lmapp.callbacks.samples import InfillSamples, Samples
@@ -42,13 +42,15 @@ from lmapp.data.encoded import EncodedCorpus
 from lmapp.data.http import without_password
 from lmapp.data.tasks import task_of
 from lmapp.errors import LmappError, UsageError
+from lmapp.gradients import spectrum
 from lmapp.gradients.decay import ProbeShape, not_defined
 from lmapp.loggers import wandb as wandb_runs
 from lmapp.loggers.records import SUMMARY, LocalLogger, Records
-from lmapp.models import InfillModel, Network, make_model
+from lmapp.models import InfillModel, Network, RecurrentModel, make_model
 from lmapp.training import memory, plan, processes
 from lmapp.training.infill import InfillModule
 from lmapp.training.module import LanguageModule
+from lmapp.training.probe import place
 from lmapp.training.processes import Ranks
 from lmapp.training.saving import EndOfStep, SafeCheckpointIO, keep_as_best
 from lmapp.training.truncation import check_resets, kernels, resolve
@@ -288,7 +290,7 @@ class _Assembly:
             devices=1 if device.index is None else [device.index],
             max_epochs=-1,
             logger=loggers,
-            callbacks=[signals, *self._callbacks(data, records, probe)],
+            callbacks=[signals, *self._callbacks(data, model, records, probe)],
             # To Lightning each process is alone.
             plugins=[SafeCheckpointIO(ranks.first), LightningEnvironment()],
             enable_checkpointing=False,
@@ -422,7 +424,9 @@ class _Assembly:
             self.probe_windows, self.probe_shape, settings.every_steps, records, settings.budget, self._say
         )
 
-    def _callbacks(self, data: TextDataModule, records: Records, probe: DecayProbe | None) -> list[lightning.Callback]:
+    def _callbacks(
+        self, data: TextDataModule, model: Network, records: Records, probe: DecayProbe | None
+    ) -> list[lightning.Callback]:
         """In the order of a step's end: events, figures, validation, decay, spectrum, sample, display, saving.
 
         Only validation and saving are the work of all processes.
@@ -458,8 +462,12 @@ class _Assembly:
         if probe is not None:
             callbacks.append(probe)
             every_spectrum = config.gradients.spectrum_every_steps
-            if config.model.kind == "recurrent" and every_spectrum:
-                callbacks.append(SpectrumProbe(probe.windows, probe.shape, every_spectrum, config.seed))
+            if isinstance(model, RecurrentModel) and every_spectrum:
+                reason = spectrum.why_not(model)
+                if reason is None:
+                    callbacks.append(SpectrumProbe(probe.windows, probe.shape, every_spectrum, config.seed))
+                else:
+                    self._say(f"No spectrum is measured: {reason}.")
         if masking:
             ids = corpus.validation if validates else corpus.train
             callbacks.append(InfillSamples(records, vocabulary, every, ids=ids, seed=config.seed, **masking))

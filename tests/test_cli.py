@@ -868,6 +868,7 @@ def test_the_influence_on_a_prediction(lmapp_: Command, tiny_run: Path) -> None:
     refused(lmapp_("gradients", tiny_run, "--influence", "a"), 2, "at least 2 characters")
     refused(lmapp_("gradients", tiny_run, "--influence", "Ä"), 2)
     refused(lmapp_("gradients", tiny_run, tiny_run, "--influence", "ab"), 2, "--influence is of one checkpoint")
+    refused(lmapp_("gradients", tiny_run, "--influence", "ab", "--max-lag", 9), 2, "--max-lag does nothing")
 
 
 def test_gradients_of_too_short_a_text(lmapp_: Command, tiny_run: Path) -> None:
@@ -983,7 +984,7 @@ def test_what_training_a_window_model_says(window_run: tuple[Path, str]) -> None
     assert "window of 16 characters × 8, one-hot input" in out
     assert "there is nothing to truncate" in out
     assert "bigram" in out
-    assert re.findall(r"^  lmapp (\w+)", out, re.MULTILINE) == ["generate", "evaluate", "compare"]
+    assert re.findall(r"^  lmapp (\w+)", out, re.MULTILINE) == ["generate", "evaluate", "gradients", "compare"]
     assert summary(run)["parameters"] == 16 * (29 + 1) * 8 + 8 + 8 * 29 + 29
 
 

@@ -12,11 +12,7 @@ import lightning
 import numpy as np
 import torch
 
-from lmapp.config import Config
-from lmapp.data.tasks import Task
-from lmapp.gradients.decay import JOINT, Decay, ProbeShape, measure, probe_shape, probe_windows
-from lmapp.gradients.records import record_shape, record_windows
-from lmapp.gradients.truncation import Truncation
+from lmapp.gradients.decay import JOINT, Decay, ProbeShape, measure
 from lmapp.loggers.records import DECAY, Records, read_lines
 from lmapp.loggers.wandb import DECAY_CURVES, DECAY_HISTORY
 from lmapp.training import plan
@@ -35,59 +31,6 @@ def affordable(every_steps: int, cost: float, step_seconds: float, budget: float
     return every_steps * max(1, math.ceil(cost / (budget * step_seconds * every_steps)))
 
 
-def place(
-    config: Config,
-    truncation: Truncation,
-    validation: np.ndarray,
-    train: np.ndarray,
-    *,
-    task: Task | None,
-    windows: int,
-    max_lag: int | None,
-) -> tuple[ProbeShape | None, str, np.ndarray | None]:
-    """Where a model's gradients are measured.
-
-    Args:
-        config: of its run, whose seed and kind of model count.
-        truncation: of its training.
-        validation: ids of the text it is not trained on.
-        train: ids of the text it is; of it the end is taken, where the other is too short.
-        task: of whose records `validation` is made, if it is.
-        windows: N.
-        max_lag: K, if it is given.
-
-    Returns:
-        The windows' shape, in words what is not as asked for, and the windows; no shape and no windows where nothing
-        can be measured.
-    """
-    look_back = truncation.look_back
-    if task is not None:
-        shape, note = record_shape(
-            task.record,
-            len(validation) // task.record,
-            min(4, task.answers),
-            truncation_length=truncation.length,
-            windows=windows,
-            max_lag=max_lag,
-            look_back=look_back,
-        )
-        return shape, note, record_windows(validation, shape, config.seed)
-    if config.model.kind == "window":
-        look_back = config.model.window, config.model.window
-    fitted, note = probe_shape(
-        len(validation),
-        len(train),
-        truncation_length=truncation.length,
-        windows=windows,
-        max_lag=max_lag,
-        look_back=look_back,
-    )
-    if fitted is None:
-        return None, note, None
-    ids = validation if fitted.source == "validation" else train
-    return fitted, note, probe_windows(ids, fitted, config.seed)
-
-
 class DecayProbe(lightning.Callback):
     """Measures before the first step, every `every_steps` steps and at the end, on the same windows all along.
 
@@ -96,7 +39,7 @@ class DecayProbe(lightning.Callback):
     step would not do, as it warms up; and until the cost is known there is no other, which could be too much already.
 
     Args:
-        windows: (N, W + K + m + 1) ids from `place`.
+        windows: (N, W + K + m + 1) ids from `lmapp.training.probe.place`.
         shape: their shape.
         every_steps: 0 for never.
         records: where decay.jsonl is.

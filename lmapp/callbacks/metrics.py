@@ -66,6 +66,10 @@ class TrainingFigures(lightning.Callback):
                 "gradient/norm": sums["norm"] / finite,
                 "gradient/norm_clipped": sums["norm_clipped"] / finite,
             }
+        if sums.get("answers"):
+            figures["train/accuracy"] = sums["correct"] / sums["answers"]
+        if "omega" in sums:
+            figures["train/omega"] = sums["omega"] / sums["omegas"]
         figures |= {f"gradient/{name}": norm for name, norm in progress.norms.percentiles().items()}
         pl_module.figures.update(figures)
         if progress.finished or progress.state == "stopped":

@@ -40,11 +40,12 @@ class Sheet:
         lags: (K+1,) lags in steps.
         R: (K+1,) gradient norm at each lag relative to the reference lag.
         zero_share: (K+1,) share of exactly zero gradients at each lag.
-        half_life: Lag in steps at which R falls to 1/2.
+        half_life: Lag in steps at which R falls to 1/2; None where no gradient was finite.
         censored: The measurement ended before that; the half-life is greater than `half_life`.
         bounds: The tight bound and the loose one, (K+1,) each.
         eigenvalues: (n,) complex, of the state's Jacobian over one step.
-        radius: Its spectral radius.
+        radius: The mean spectral radius of such Jacobians.
+        half_weights: In words, the lag up to which half of it comes from.
         weight_share: Share of the recurrent weights' gradient that comes from each lag and those below it, from lag 0.
         norms: Gradient norms of the training, rising, at the quantiles 1 to 99 %.
         threshold: At which these were clipped.
@@ -55,12 +56,13 @@ class Sheet:
     lags: Sequence[float]
     R: Sequence[float]
     zero_share: Sequence[float]
-    half_life: float
+    half_life: float | None
     censored: bool
     bounds: tuple[Sequence[float], Sequence[float]] | None = None
     eigenvalues: Sequence[complex] | np.ndarray | None = None
     radius: float | None = None
     weight_share: Sequence[float] | None = None
+    half_weights: str = ""
     norms: Sequence[float] | None = None
     threshold: float | None = None
 
@@ -122,7 +124,7 @@ def _draw_decay(axes: Any, sheets: Sequence[Sheet], styles: Sequence[_Style]) ->
             for bound, width in zip(sheet.bounds, (1.1, 0.6), strict=True):
                 axes.plot(lags, _positive(bound), color=style.color, linestyle=(0, (1, 1)), linewidth=width)
             bounded = True
-        if not sheet.censored:
+        if sheet.half_life is not None and not sheet.censored:
             axes.vlines(sheet.half_life, _FLOOR / 10, 0.5, color=style.color, linewidth=0.9, linestyle=style.line)
             fill, edge = ("white", style.color) if style.hollow else (style.color, "black")
             axes.plot([sheet.half_life], [0.5], marker=style.marker, markersize=9, color=fill, markeredgecolor=edge)
@@ -151,7 +153,7 @@ def _draw_spectrum(axes: Any, sheets: Sequence[Sheet], styles: Sequence[_Style])
         if sheet.radius is None:
             continue
         drawn = True
-        label = f"{sheet.label}: largest {sheet.radius:.3g}"
+        label = f"{sheet.label}: mean radius {sheet.radius:.3g}"
         if sheet.eigenvalues is None:  # too many to be computed: the circle that holds them
             axes.plot(
                 sheet.radius * np.cos(turn),
@@ -187,12 +189,11 @@ def _draw_weights(axes: Any, sheets: Sequence[Sheet], styles: Sequence[_Style]) 
             continue
         drawn = True
         share = np.asarray(sheet.weight_share, dtype=float)
-        half = int(np.argmax(share >= 0.5))
         axes.plot(
             np.arange(len(share)),
             share,
             linewidth=1.8,
-            label=f"{sheet.label}: half from lags up to {half}",
+            label=f"{sheet.label}: half from lags up to {sheet.half_weights}",
             **style.markers(len(share)),
         )
     axes.set_ylim(0, 1.02)
@@ -242,6 +243,8 @@ def _styles(cells: Sequence[str]) -> list[_Style]:
 
 
 def _legend(sheet: Sheet) -> str:
+    if sheet.half_life is None:
+        return f"{sheet.label}: no gradient"
     half_life = f"> {sheet.half_life:g}" if sheet.censored else f"{sheet.half_life:.3g}"
     # Before the reference lag every gradient is zero, by the cell's equation.
     reference = next((number for number, share in enumerate(sheet.zero_share) if share < 1), 0)

@@ -64,6 +64,7 @@ class ProbeShape:
         truncation_length: τ, the length the training cuts its gradient to.
         source: The text the windows come from; "train" means the end of the training text.
         look_back: The fewest and the most steps that the training's losses look back; 1 to τ if not given.
+        record: Whether each window is a record of a task, whose states are initial at its beginning.
     """
 
     windows: int
@@ -73,6 +74,7 @@ class ProbeShape:
     truncation_length: int
     source: Literal["validation", "train"] = "validation"
     look_back: tuple[int, int] | None = None
+    record: bool = False
 
     @property
     def length(self) -> int:
@@ -260,7 +262,10 @@ def _by_lag(gradient: Tensor, shape: ProbeShape) -> np.ndarray:
     """Norms of a (T, P, H) gradient, by lag before each pair's end point: (K+1, P) float64."""
     # In float64, because the squares of small fp32 entries would vanish and count as exact zeros; some steps at a time,
     # because torch copies what it is given.
-    pieces = [torch.linalg.vector_norm(steps, dim=-1, dtype=torch.float64) for steps in gradient.split(64)]
+    pieces = [
+        torch.linalg.vector_norm(steps, dim=-1, dtype=torch.float64)
+        for steps in gradient.split(max(1, 2**20 // max(1, gradient[0].numel())))
+    ]
     norms = torch.cat(pieces).cpu().numpy()
     pairs = np.arange(norms.shape[1])
     ends = shape.max_lag + pairs % shape.end_points
@@ -503,9 +508,9 @@ class Decay:
         return self.curves[self.quoted if layer is None else layer, component]
 
     def figure(self, name: str, layer: Layer | None = None, component: str = JOINT) -> Figure | None:
-        """One of `FIGURES`; None if it is not defined (a rate through one lag, R at a τ beyond K)."""
+        """One of `FIGURES`; None if it is not defined: a rate through one lag, R at a τ beyond K, all without pairs."""
         curve = self.curve(layer, component)
-        return _figure(*self._values(name, curve.R[None], curve.reference_lag))
+        return _figure(*self._values(name, curve.R[None], curve.reference_lag)) if curve.pairs else None
 
     def interval(
         self, name: str, layer: Layer | None = None, component: str = JOINT, level: float = LEVEL
@@ -513,9 +518,10 @@ class Decay:
         """In what a figure lies, by the percentiles of the figure over the `resamples` (Efron 1979).
 
         It tells how far the figure depends on which text was measured, not on the training's seed. A resample in which
-        the window ended first counts as greater than all others; the reference lag stays the curve's. Of few windows it
-        is somewhat too narrow (on made data with 8 of them a 95 % interval held the truth 9 times in 10), and of
-        windows that overlap.
+        the window ended first counts as greater than all others; the reference lag stays the curve's. With few windows
+        it is rough: on made data with 8 of them, which differed as much as their end points, a 95 % interval held the
+        truth 9 times in 10; where end points differ more than windows it is too wide, and of windows that overlap too
+        narrow.
 
         Args:
             name: of `FIGURES`.
@@ -674,6 +680,15 @@ def verdict(decay: Decay, truncation: Truncation) -> str:
         fewest, most = replace(truncation, length=length).look_back
         return f"{100 * (lost_share(curve.R, most, fewest) or 0.0):.1f} %"
 
+    if decay.shape.record:
+        share = decay.figure("lost_share")
+        cost = "Nothing is cut between a record's beginning and its answer."
+        if share is not None and share.value:
+            cost = (
+                f"Of the summed gradient norm between a record's beginning and its answer, on average "
+                f"{100 * share.value:.1f} % is cut off."
+            )
+        return f"{cost} The gradient's half-life is {curve.half_life} steps (lags up to {last} were measured)."
     length = truncation.length
     half, twice = max(1, length // 2), 2 * length
     match truncation.mode:

@@ -7,20 +7,19 @@ in time steps (symbols).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lmapp.cells.protocol import Cell, State, at, map_states
+from lmapp.cells.protocol import State, at, map_states
 from lmapp.gradients.decay import ProbeShape, measuring, warmed_up
 from lmapp.units import jsonable
 
 if TYPE_CHECKING:
-    from lmapp.models.recurrent import RecurrentModel, States
+    from lmapp.models.recurrent import LayerInput, RecurrentModel
 
 LIMITS: dict[str, tuple[float, float]] = {"sigmoid": (0.1, 0.9), "tanh": (-0.9, 0.9)}
 """Below the first and above the second a value counts as saturated (Karpathy et al. 2015, arXiv:1506.02078)."""
@@ -134,32 +133,6 @@ def time_constant(retention: float) -> float:
     return 0.0 if retention <= 0 else -1 / math.log(retention)
 
 
-class LayerInput(NamedTuple):
-    """What one layer's recurrence reads: gates (T, N, G), the state entering the first step, and zoneout's mean."""
-
-    layer: Cell
-    gates: Tensor
-    state: State
-    zoneout: State | None
-
-
-@torch.no_grad()
-def layer_inputs(model: RecurrentModel, tokens: Tensor, states: States) -> Iterator[LayerInput]:
-    """Of every layer from the bottom up, in fp32 (float64) as in evaluation.
-
-    Args:
-        model: The model.
-        tokens: (N, T).
-        states: One State a layer, entering the first step.
-    """
-    stack = model._stack(tokens.t(), model._wide())
-    for layer, state in zip(model._cells(), states, strict=True):
-        gates = layer.project(stack.read())
-        zoneout = model._mean_zoneout(tokens.t().shape, state) if model.zoneout else None
-        yield LayerInput(layer, gates, state, zoneout)
-        stack.add(layer.scan(gates, state, zoneout=zoneout)[0])
-
-
 @torch.no_grad()
 def measure_gates(model: RecurrentModel, windows: Tensor, shape: ProbeShape) -> list[LayerGates]:
     """The gates of every layer, on natural states: each window's T steps after its warm-up.
@@ -181,7 +154,7 @@ def measure_gates(model: RecurrentModel, windows: Tensor, shape: ProbeShape) -> 
         states = warmed_up(model, windows, shape)
         return [
             _layer_gates(number, given, model.zoneout)
-            for number, given in enumerate(layer_inputs(model, tokens, states))
+            for number, given in enumerate(model.layer_inputs(tokens, states))
         ]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from lmapp.cells.protocol import Cell, State, map_state
+from lmapp.cells.protocol import map_state
 
 if TYPE_CHECKING:
     from lmapp.models.recurrent import RecurrentModel, States
@@ -50,31 +50,39 @@ class Jacobian:
         step: takes rows independently of each other.
         fixed: (R, …), what each row's step reads beside its state.
         states: (R, n).
+        copies: c, vectors that a product takes for each point.
 
     Attributes:
         fixed: as given.
         states: as given, without a graph.
+        copies: as given.
         after: (R, n), the states one step later, without a graph.
     """
 
-    def __init__(self, step: Step, fixed: Tensor, states: Tensor) -> None:
-        self.fixed, self.states = fixed, states.detach()
+    def __init__(self, step: Step, fixed: Tensor, states: Tensor, copies: int = 1) -> None:
+        self.fixed, self.states, self.copies = fixed, states.detach(), copies
         self._step = step
-        rows = zip(fixed.split(_MOST_ROWS), self.states.split(_MOST_ROWS), strict=True)
-        self._pieces = [_Piece(step, *some) for some in rows]
+        rows = (x.repeat_interleave(copies, 0).split(_MOST_ROWS) for x in (fixed, self.states))
+        self._pieces = [_Piece(step, *some) for some in zip(*rows, strict=True)]
         self._matrices: Tensor | None = None
-        self.after = torch.cat([piece.after for piece in self._pieces])
+        self.after = torch.cat([piece.after for piece in self._pieces])[::copies]
+
+    @property
+    def sealed(self) -> bool:
+        """Whether `jvp` is by the matrices themselves; see `_Piece`."""
+        return any(piece.sealed for piece in self._pieces)
 
     def jvp(self, v: Tensor) -> Tensor:
-        """J v: (R, n) to (R, n)."""
-        if self._matrices is None and any(piece.sealed for piece in self._pieces):
-            self._matrices = self.dense()
-        if self._matrices is not None:
-            return (self._matrices @ v.to(self._matrices.dtype).unsqueeze(-1)).squeeze(-1)
+        """J v: (R·c, n) to (R·c, n), c rows for each point in turn."""
+        if self.sealed:
+            if self._matrices is None:
+                self._matrices = self.dense()
+            blocks = v.to(self._matrices.dtype).unflatten(0, (-1, self.copies))
+            return (blocks @ self._matrices.mT).flatten(0, 1)
         return torch.cat([piece.jvp(some) for piece, some in zip(self._pieces, v.split(_MOST_ROWS), strict=True)])
 
     def vjp(self, u: Tensor) -> Tensor:
-        """Jᵀ u: (R, n) to (R, n)."""
+        """Jᵀ u: (R·c, n) to (R·c, n)."""
         return torch.cat([piece.vjp(some) for piece, some in zip(self._pieces, u.split(_MOST_ROWS), strict=True)])
 
     def dense(self) -> Tensor:
@@ -138,36 +146,17 @@ def _has_own_backward(value: Tensor, leaf: Tensor) -> bool:
     return any(found and isinstance(node, BackwardCFunction) for node, found in reaches.items())
 
 
-def network_jacobian(model: RecurrentModel, tokens: Tensor, states: States) -> Jacobian:
+def network_jacobian(model: RecurrentModel, tokens: Tensor, states: States, copies: int = 1) -> Jacobian:
     """J of the whole network's state.
 
     Args:
         model: of any cells.
         tokens: (R,) int64, the symbol each step reads.
         states: one State a layer, of R rows, entering that step.
+        copies: as `Jacobian` has it.
     """
 
     def step(tokens: Tensor, flat: Tensor) -> Tensor:
         return flatten(model.step(tokens, unflatten(flat, states))[1])
 
-    return Jacobian(step, tokens, flatten(states))
-
-
-def layer_jacobian(cell: Cell, gates: Tensor, state: State, zoneout: float = 0.0) -> Jacobian:
-    """J of one layer's own state, with what it reads from below held fixed.
-
-    Args:
-        cell: the layer.
-        gates: (R, G), from its `project`.
-        state: of R rows, entering the step.
-        zoneout: the mean share of the state that stays.
-    """
-
-    def step(gates: Tensor, flat: Tensor) -> Tensor:
-        (before,) = unflatten(flat, (state,))
-        output, after = cell.step(gates, before)
-        if zoneout:
-            _, after = cell.zone(output, before, after, map_state(lambda s: torch.full_like(s, zoneout), before))
-        return flatten((after,))
-
-    return Jacobian(step, gates, flatten((state,)))
+    return Jacobian(step, tokens, flatten(states), copies)

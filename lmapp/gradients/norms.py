@@ -172,8 +172,8 @@ class ClipAdvice:
 def advice(norms: NormHistogram, threshold: float | None, clipped_steps: int, *, by_value: bool = False) -> ClipAdvice:
     """What to think of a threshold, by the norms seen before clipping (Pascanu et al. 2013).
 
-    The suggested threshold is the norms' 90 % quantile, kept within 0.5 to 10 times their median: of the gradients seen
-    it would have clipped about one in ten, or more where that quantile is further above. A rule of thumb: with another
+    The suggested threshold is the norms' 90 % quantile, but at most 10 times their median: of the gradients seen it
+    would have clipped about one in ten, or more where that quantile is further above. A rule of thumb: with another
     threshold the run would have seen other gradients.
 
     Args:
@@ -194,7 +194,7 @@ def advice(norms: NormHistogram, threshold: float | None, clipped_steps: int, *,
     elif not (usual := quantiles[50]):
         sentence = "Half of the gradients or more were 0: there is nothing to say about the threshold."
     else:
-        suggested = min(max(quantiles[90], LOWEST * usual), HIGHEST * usual)
+        suggested = min(quantiles[90], HIGHEST * usual)
         ratio = None if threshold is None else threshold / usual
         sentence = _sentence(ratio, share, suggested)
         if quantiles[99] > EXPLODING * usual:
@@ -209,7 +209,7 @@ def advice(norms: NormHistogram, threshold: float | None, clipped_steps: int, *,
 def _sentence(ratio: float | None, share: float, suggested: float) -> str:
     way = f"--train.clip-norm {suggested:.3g}"
     if ratio is None:
-        return f"Without a threshold nothing is clipped; {way} would have clipped one gradient in ten."
+        return f"Without a threshold nothing is clipped. Try {way}."
     times = f"{ratio:.2g} times the median norm"
     if share >= NEARLY_ALWAYS:
         every = "Every gradient" if share == 1 else "Nearly every gradient"

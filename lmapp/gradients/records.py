@@ -41,7 +41,9 @@ def record_shape(
         notes.append(f"the largest lag is {lag} instead of {max_lag:,}, because a record has no more")
     if records < windows:
         notes.append(f"there are only {records} of {windows} windows, a record each")
-    shape = ProbeShape(min(windows, records), most - lag, lag, end_points, truncation_length, "validation", look_back)
+    shape = ProbeShape(
+        min(windows, records), most - lag, lag, end_points, truncation_length, "validation", look_back, record=True
+    )
     return shape, f"gradient decay: {'; '.join(notes)}" if notes else ""
 
 

@@ -39,6 +39,12 @@ BLOCK = 4  # vectors that it iterates together: it converges as (σ_5/σ_1)² th
 MOST_KRYLOV = 256  # vectors of the largest Arnoldi basis
 MOST_EIGENVALUES = 256  # n up to which the radius is that of all eigenvalues of the dense Jacobian
 MOST_PICTURED = 2048  # n up to which all eigenvalues and singular values at one point are given if asked for
+MOST_SEALED = 256  # n up to which a step that hides a backward pass of its own is treated, by its dense Jacobian
+LARGE = 2048  # n beyond which less is measured, so that it does not take minutes:
+FEW_POINTS = 4  # at most, for norm and radius,
+FEW_WINDOWS = 2  # for the overlap,
+FEW_LAGS = 16  # the largest of its lags,
+FEW_ITERATIONS = 15  # and of these for each
 MOST_FOR_A_DIRECTION = 1024  # n up to which a constant Jacobian's leading eigenvectors are sought
 SETTLING = 32  # steps in which the vector of the Lyapunov exponent turns before it is counted, as far as W has them
 OVERLAP_LAGS = (1, 2, 4, 8, 16, 32, 64)
@@ -210,7 +216,7 @@ class Overlap:
         reference: What its direction is compared with. "eigenvector": Jᵀ's leading one, where J is the same at every
             step and its leading eigenvalue real and simple. "eigenplane": the plane that Jᵀ's leading complex pair
             leaves as it is. "singular vector": the leading right one of the product Π_{i−k<t≤i} J_t that was met.
-        note: Why it is the last, where J is constant; else "".
+        note: Why it is the last, where J is constant; and what was left out because n is large. Else "".
         lags: (L,) in steps.
         values: (L,) the length of the projection of ∂J^(i)/∂S_{i−k} on it, of its own length (with one vector: the
             absolute cosine), in the mean over pairs; NaN without pairs.
@@ -329,6 +335,28 @@ def _finite_mean(logs: np.ndarray) -> float:
     return float(used.mean()) if len(used) else -math.inf
 
 
+def why_not(model: RecurrentModel) -> str | None:
+    """Why a network has no spectrum that could be taken, to stand after "not measured: "; None if it has.
+
+    It costs one step of one row, and nothing up to n = 256.
+
+    Args:
+        model: of any cells.
+    """
+    states = model.initial_state(1)
+    size = flatten(states).shape[1]
+    if size <= MOST_SEALED:
+        return None
+    with measuring(model):
+        token = torch.zeros(1, dtype=torch.int64, device=states[0][0].device)
+        if not network_jacobian(model, token, states).sealed:
+            return None
+    return (
+        "a torch.autograd.Function lies on the state's way through a step, so the Jacobian is to be had only as a "
+        f"whole, and of {size:,} entries of the state it is too large (at most {MOST_SEALED})"
+    )
+
+
 def measure_spectrum(
     model: RecurrentModel,
     windows: Tensor,
@@ -345,19 +373,28 @@ def measure_spectrum(
     random state and training flags are left as they were. The same seed gives the same figures.
 
     Args:
-        model: of any cells.
+        model: of any cells, for which `why_not` has no reason.
         windows: (N, W + K + m + 1) int64, from `probe_windows`.
         shape: the shape they were made with.
-        points: P, steps among the N·(K + m) after the warm-up, drawn without repetition, for norm and radius.
+        points: P, steps among the N·(K + m) after the warm-up, drawn without repetition, for norm and radius; of a
+            state of n > 2048 entries 4 at most.
         seed: of the points and of the vectors that iterations start from.
         dense: whether to give all eigenvalues and singular values at the point of the middle norm, where n ≤ 2048.
-        overlap: whether to follow the gradient's direction, over lags up to 64.
+        overlap: whether to follow the gradient's direction, over lags up to 64; of a state of n > 2048 entries over
+            two windows and lags up to 16.
+
+    Raises:
+        ValueError: `why_not` has a reason.
     """
+    if (reason := why_not(model)) is not None:
+        raise ValueError(f"the spectrum cannot be measured: {reason}")
     generator = torch.Generator().manual_seed(seed)
     windows = windows.to(next(model.parameters()).device)
     with measuring(model), torch.no_grad():
+        size = flatten(model.initial_state(1)).shape[1]
+        points = min(points, FEW_POINTS) if size > LARGE else points
         path = _follow(model, windows, shape, points, max(OVERLAP_LAGS) if overlap else 1, generator)
-        rows, size = path.states.shape
+        rows = len(path.states)
         start = start_block(rows, size, path.states, generator)
         norms = leading_singular([path.jacobian(path.tokens, path.states, start.shape[2])], start)
         jacobian = path.jacobian(path.tokens, path.states)
@@ -415,11 +452,8 @@ class _Path(NamedTuple):
     targets: Tensor
 
     def jacobian(self, tokens: Tensor, states: Tensor, copies: int = 1) -> Jacobian:
-        """At R points, each `copies` times in turn."""
-        states = states.repeat_interleave(copies, 0)
-        return network_jacobian(
-            self.model, tokens.repeat_interleave(copies), unflatten(states, self.model.initial_state(1))
-        )
+        """At R points, for products with `copies` vectors each."""
+        return network_jacobian(self.model, tokens, unflatten(states, self.model.initial_state(1)), copies)
 
 
 def _follow(
@@ -460,17 +494,23 @@ def _overlap(path: _Path, generator: torch.Generator) -> Overlap:
     One step back the gradient is the model's own; from there g_{t−1} = J_tᵀ g_t, rescaled, so that no direction is lost
     where the gradient itself would vanish.
     """
-    tokens, flat = path.last[-1]
+    last, targets, iterations, fewer = path.last, path.targets, MOST_ITERATIONS_A_LAG, ""
+    if (size := path.states.shape[1]) > LARGE:
+        last = [(tokens[:FEW_WINDOWS], states[:FEW_WINDOWS]) for tokens, states in last[-FEW_LAGS:]]
+        targets, iterations = targets[:FEW_WINDOWS], FEW_ITERATIONS
+        fewer = f"of {size:,} entries of the state only {len(targets)} windows and {len(last)} lags were followed"
+    tokens, flat = last[-1]
     like = path.model.initial_state(1)
     with torch.enable_grad():
         leaf = flat.clone().requires_grad_()
         logits, _ = path.model.step(tokens, unflatten(leaf, like))
-        loss = torch.nn.functional.cross_entropy(logits, path.targets, reduction="sum")
+        loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
         (gradient,) = torch.autograd.grad(loss, leaf, materialize_grads=True)
     vectors = start_block(len(flat), flat.shape[1], flat, generator)
     width = vectors.shape[2]
-    jacobians = [path.jacobian(tokens, states, width) for tokens, states in path.last]
+    jacobians = [path.jacobian(tokens, states, width) for tokens, states in last]
     space, note = _leading_space(path, jacobians, generator)
+    note = "; ".join(filter(None, (note, fewer)))
     lags = [lag for lag in OVERLAP_LAGS if lag <= len(jacobians)]
     values, pairs = [], []
     for lag in range(1, lags[-1] + 1):
@@ -486,7 +526,7 @@ def _overlap(path: _Path, generator: torch.Generator) -> Overlap:
         if lag not in lags:
             continue
         if space is None:
-            found = leading_singular(jacobians[-lag:], vectors, ANGLE, MOST_ITERATIONS_A_LAG, directions=True)
+            found = leading_singular(jacobians[-lag:], vectors, ANGLE, iterations, directions=True)
             share = (found.right * gradient).sum(1).abs()
             used &= found.settled
         else:
@@ -504,7 +544,7 @@ def _leading_space(path: _Path, jacobians: Sequence[Jacobian], generator: torch.
     tokens, flat = path.last[-1]
     size = flat.shape[1]
     probe = torch.randn(1, size, generator=generator, dtype=torch.float64).to(flat)
-    images = torch.stack([jacobian.jvp(probe.expand_as(jacobian.states)) for jacobian in jacobians])
+    images = torch.stack([a.jvp(probe.expand(len(a.states) * a.copies, size)) for a in jacobians])
     apart = (images - images[-1, 0]).abs().max()
     if not apart <= 64 * torch.finfo(flat.dtype).eps * images[-1, 0].abs().max():
         return None, ""

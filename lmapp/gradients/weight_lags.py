@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lmapp.cells.protocol import Cell, GatedCell, Masks, map_state
+from lmapp.cells.protocol import Cell, GatedCell, Masks, map_state, map_states
 from lmapp.gradients.decay import Figure, ProbeShape, measuring, warmed_up
-from lmapp.gradients.gates import LayerInput, layer_inputs
 
 if TYPE_CHECKING:
-    from lmapp.models.recurrent import LayerGradients, RecurrentModel, States
+    from lmapp.models.recurrent import LayerGradients, LayerInput, RecurrentModel, States
 
 ELEMENTS = 2**22
 """Numbers in float64 that are taken out of the gradients at once, about."""
@@ -63,11 +62,6 @@ class WeightLags:
         """(K+1,) the part of `size` up to each lag."""
         return np.cumsum(self.size)
 
-    @property
-    def cumulative_share(self) -> np.ndarray:
-        """(K+1,) the part of `share` up to each lag; it need not rise."""
-        return np.cumsum(self.share)
-
     def lag_holding(self, part: float) -> Figure | None:
         """Smallest lag up to which a part of `size`, such as 0.99, lies; None if it is 0 everywhere.
 
@@ -99,8 +93,7 @@ def measure_weight_lags(
 
     Dropout is off, products are fp32 (float64 for a float64 model); weights, `.grad`, random states and training flags
     are left as they were. It costs about twice a measurement of the decay. A cell without a backward pass of its own
-    (`GatedCell`) takes m times K + 1 steps under automatic differentiation instead, and memory for K + 1 copies of its
-    weight's gradient.
+    (`GatedCell`) takes K + 1 steps of the whole network under automatic differentiation instead, back twice.
 
     Args:
         model: The model; every time step's loss is −log softmax(logits)[target].
@@ -119,7 +112,7 @@ def measure_weight_lags(
     with measuring(model):
         states = warmed_up(model, windows, shape)
         gradients = model.state_gradients(tokens, states, targets, end_points).layers
-        given = layer_inputs(model, tokens, states)
+        given = model.layer_inputs(tokens, states)
         for number, (inputs, gradient) in enumerate(zip(given, gradients, strict=True)):
             layer = inputs.layer
             if layer.recurrent_weight is None:
@@ -129,7 +122,7 @@ def measure_weight_lags(
                 sums = by_factors(_factors(inputs, gradient.outputs), finite, shape)
             else:
                 used = finite.view(targets.shape)
-                sums = _sums(by_copies(model, number, tokens, states, targets, used))
+                sums = by_steps(model, layer, tokens, states, targets, used)
             found.append(_weight_lags(number, layer, sums, finite))
     return found
 
@@ -216,43 +209,62 @@ def _by_lag(deltas: Tensor, inputs: Tensor, used: Tensor, shape: ProbeShape) -> 
 
 
 @torch.no_grad()
-def by_copies(
-    model: RecurrentModel, number: int, tokens: Tensor, states: States, targets: Tensor, used: Tensor
-) -> Tensor:
-    """D_k of one layer, by automatic differentiation of `model.step` with a copy of the weight for every step.
+def by_steps(model: RecurrentModel, layer: Cell, tokens: Tensor, states: States, targets: Tensor, used: Tensor) -> Sums:
+    """The sums by automatic differentiation of `model.step`, all pairs side by side, of which one D_k at a time exists.
+
+    Every step reads a view of the weight that is its own, so the gradient of that view is D_k. The first pass back
+    adds them up, the second multiplies each with their sum.
 
     Args:
         model: The model, while `measuring`.
-        number: The layer's, which has a `recurrent_weight`.
+        layer: One of its layers, which has a `recurrent_weight`.
         tokens: (N, T).
         states: One State a layer, entering the first step.
         targets: (N, m), those of the last m steps.
         used: (N, m), the pairs to sum over.
-
-    Returns:
-        (K+1, R, H), in the weight's dtype.
     """
-    layer = model._cells()[number]
     name = str(layer.recurrent_weight)
     weight = layer._parameters[name]
     assert weight is not None
-    lags = tokens.shape[1] - targets.shape[1] + 1
-    found = weight.new_zeros(lags, *weight[: layer.recurrent_rows].shape)
-    for first, (target, chosen) in enumerate(zip(targets.unbind(1), used.unbind(1), strict=True)):
-        if chosen.any():
-            copies = [weight.detach().requires_grad_() for _ in range(lags)]
-            current = tuple(map_state(lambda s, rows=chosen: s[rows], state) for state in states)  # type: ignore[misc]
-            with torch.enable_grad():
-                for t, copy in enumerate(copies, first):
-                    with _in_its_place(layer, name, copy):
-                        logits, current = model.step(tokens[chosen, t], current)
-                loss = F.cross_entropy(logits, target[chosen], reduction="sum")
-                gradients = torch.autograd.grad(loss, copies, allow_unused=True)
-            for lag, gradient in enumerate(reversed(gradients)):
-                if gradient is not None:
-                    found[lag] += gradient[: layer.recurrent_rows]
-        _, states = model.step(tokens[:, first], states)
-    return found
+    end_points = targets.shape[1]
+    lags = tokens.shape[1] - end_points + 1
+    squares = torch.zeros(lags, dtype=torch.float64, device=used.device)
+    products = torch.zeros_like(squares)
+    if not used.any():
+        return Sums(squares, products)
+    entering = [states]
+    for first in range(end_points - 1):
+        entering.append(model.step(tokens[:, first], entering[-1])[1])
+    current = tuple(
+        map_states(lambda *parts: torch.stack(parts, 1)[used], *layers) for layers in zip(*entering, strict=True)
+    )
+    read = tokens.unfold(1, lags, 1)[used]  # (pairs, K+1)
+    total = torch.zeros_like(weight[: layer.recurrent_rows], dtype=torch.float64)
+
+    def first_pass(lag: int, gradient: Tensor) -> None:
+        total.add_(gradient)
+        squares[lag] = gradient.square().sum()
+
+    def second_pass(lag: int, gradient: Tensor) -> None:
+        products[lag] = (gradient * total).sum()
+
+    take = first_pass
+
+    def watch(view: Tensor, lag: int) -> None:
+        view.register_hook(lambda gradient: take(lag, gradient[: layer.recurrent_rows].double()))
+
+    with torch.enable_grad():
+        leaf = weight.detach().requires_grad_()
+        for step in range(lags):
+            view = leaf.view_as(leaf)
+            watch(view, lags - 1 - step)
+            with _in_its_place(layer, name, view):
+                logits, current = model.step(read[:, step], current)
+        loss = F.cross_entropy(logits, targets[used], reduction="sum")
+    torch.autograd.grad(loss, leaf, retain_graph=True, allow_unused=True)
+    take = second_pass
+    torch.autograd.grad(loss, leaf, allow_unused=True)
+    return Sums(squares, products)
 
 
 @contextmanager
@@ -264,10 +276,3 @@ def _in_its_place(layer: Cell, name: str, weight: Tensor) -> Iterator[None]:
         yield
     finally:
         layer._parameters[name] = whole
-
-
-def _sums(found: Tensor) -> Sums:
-    """Of D_k themselves: (K+1, R, H)."""
-    total = found.sum(0, dtype=torch.float64)
-    squares = [part.double().square().sum() for part in found]
-    return Sums(torch.stack(squares), torch.stack([(part.double() * total).sum() for part in found]))

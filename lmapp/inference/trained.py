@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lmapp.config import Config, DataConfig
-from lmapp.data import corpora, encoded, sources
+from lmapp.data import corpora, encoded, sources, tasks
 from lmapp.data.encoded import Alphabet, Cut, EncodedCorpus
 from lmapp.data.http import without_password
 from lmapp.data.tasks import Task, task_of
@@ -113,6 +113,8 @@ class Trained:
             # The key is the name of a directory; a stranger's may be anything.
             key = saved["key"] if re.fullmatch("[0-9a-f]+", str(saved["key"])) else "none"
             kept = encoded.load(cache / "encoded" / key, saved["fingerprint"])
+            if kept is None and self.task is not None:
+                kept = self._made_again(Path(cache_dir or DataConfig().cache_dir))
             if kept is None or kept.vocabulary != self.vocabulary:
                 raise LmappError(
                     f"The text this model was trained on is no longer in {cache}.\nName a text: --data.path FILE."
@@ -138,6 +140,21 @@ class Trained:
         )
         name = ", ".join(map(without_password, paths)) if paths else f"corpus {corpus}"
         return Text(kept.train, name, kept.fingerprint, self._starts(kept, "train"))
+
+    def _made_again(self, cache: Path) -> EncodedCorpus | None:
+        """The records of its task; None if they are not those that it was trained on."""
+        texts = tasks.sources_of(self.config.data)
+        made = encoded.encode(
+            texts["text"],
+            cache_dir=cache,
+            policy=self.policy,
+            separator="",
+            column=self.config.data.column,
+            validation=texts["validation"],
+            cut=Cut(val_fraction=0.0),
+            alphabet=Alphabet(given=self.vocabulary),
+        )
+        return made if made.fingerprint == self.saved["corpus"]["fingerprint"] else None
 
     def _starts(self, corpus: EncodedCorpus, split: str) -> np.ndarray | None:
         return corpus.starts[split] if self.config.data.reset_state else None

@@ -23,6 +23,24 @@ from lmapp.models import inputs
 States = tuple[State, ...]
 
 
+class LayerInput(NamedTuple):
+    """What one layer reads over T steps, as in evaluation.
+
+    Attributes:
+        layer: its cell.
+        x: (T, B, D), what comes from below.
+        gates: (T, B, G), what `project` makes of that.
+        state: entering the first step.
+        zoneout: its mean, a State of (T, B, H); None without zoneout.
+    """
+
+    layer: Cell
+    x: Tensor
+    gates: Tensor
+    state: State
+    zoneout: State | None
+
+
 class LayerGradients(NamedTuple):
     """One layer's gradients of J over R rows; see `RecurrentModel.state_gradients`."""
 
@@ -44,8 +62,18 @@ def detach(states: States) -> States:
 
 
 def _pull(read: Tensor, parts: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
-    """From the gradient of what was read to those of the parts it was made of; None for the others."""
-    return list(torch.autograd.grad(read, parts, gradient, retain_graph=True, allow_unused=True))
+    """From the gradient (T, R, …) of what was read, by every step and row alike, to those of the parts it was made of.
+
+    `read` and the parts have no T and R. None stands for a part that was not read.
+    """
+    rows = gradient.flatten(0, 1)
+    found = torch.autograd.grad(read, parts, rows, retain_graph=True, allow_unused=True, is_grads_batched=True)
+    return [None if pulled is None else pulled.unflatten(0, gradient.shape[:2]) for pulled in found]
+
+
+def _zeros(like: Tensor) -> Tensor:
+    """A leaf for one step and row of (T, B, …)."""
+    return like.new_zeros(like.shape[-1], requires_grad=True)
 
 
 def find_cells(cell: str | Sequence[str], num_layers: int | None) -> list[type[Cell]]:
@@ -320,42 +348,56 @@ class RecurrentModel(nn.Module):
         """
         rows = tokens.shape[0] * len(end_points)
         stack = self._stack(tokens.t(), self._wide())
-        reads, gates, zoneouts = [], [], []
-        for layer, state in zip(self._cells(), states, strict=True):
-            reads.append(stack.read())
-            gates.append(layer.project(reads[-1]))
-            zoneouts.append(None if not self.zoneout else self._mean_zoneout(tokens.t().shape, state))
-            stack.add(layer.scan(gates[-1], state, zoneout=zoneouts[-1])[0])
+        given = list(self._through(stack, states))
         logits = self._read_out(stack)[end_points].transpose(0, 1)  # (B, m, V)
         error = (logits.softmax(-1) - F.one_hot(targets, self.vocabulary_size)).to(logits.dtype)
         error = error if self.head is None else error @ self.head.weight
         upstream = error.new_zeros(tokens.shape[1], *error.shape)
         upstream[end_points, :, torch.arange(len(end_points), device=error.device)] = error.transpose(0, 1)
         upstream = upstream.reshape(tokens.shape[1], rows, -1)
-        # How the layers are connected is linear and acts on each row by itself, so zeros will do to differentiate it.
+        # How the layers are connected is linear and acts on each step and row by itself, so a stack of zeros for one of
+        # them will do to differentiate it.
         with torch.enable_grad():
-            zeros = reads[0].new_zeros(len(reads[0]), rows, reads[0].shape[-1], requires_grad=True)
-            twin = _Stack(self.connections, zeros, self.embedding is None)
-            parts, twins = [zeros], []  # the first layer's input and every layer's output
+            parts, twins = [_zeros(given[0].x)], []  # the first layer's input and every layer's output
+            twin = _Stack(self.connections, parts[0], self.embedding is None)
             for output in stack.outputs:
                 twins.append(twin.read())
-                parts.append(output.new_zeros(output.shape[0], rows, output.shape[-1], requires_grad=True))
+                parts.append(_zeros(output))
                 twin.add(parts[-1])
             readout = _pull(parts[-1] if self.head is None else twin.top(), parts, upstream)
         found = list(readout)
         layers: list[LayerGradients] = []
-        for index, layer in reversed(list(enumerate(self._cells()))):
+        for index, (layer, x, gates, state, zoneout) in reversed(list(enumerate(given))):
             above = found[index + 1]
-            upstream = torch.zeros_like(parts[index + 1]) if above is None else above
-            entering, gate_gradients = layer.state_gradients(gates[index], states[index], upstream, zoneouts[index])
+            upstream = error.new_zeros(tokens.shape[1], rows, layer.output_size) if above is None else above
+            entering, gate_gradients = layer.state_gradients(gates, state, upstream, zoneout)
             layers.append(LayerGradients(entering, upstream, readout[index + 1]))
-            below = layer.input_gradients(reads[index], gate_gradients)
+            below = layer.input_gradients(x, gate_gradients)
             for number, gradient in enumerate(_pull(twins[index], parts[: index + 1], below)):
                 if gradient is not None:
                     before = found[number]
                     found[number] = gradient if before is None else before + gradient
         assert found[0] is not None
         return Gradients(tuple(reversed(layers)), found[0])
+
+    @torch.no_grad()
+    def layer_inputs(self, tokens: Tensor, states: States) -> Iterator[LayerInput]:
+        """What each layer reads, from the bottom up, in fp32 (float64), as in evaluation.
+
+        Args:
+            tokens: (B, T).
+            states: one State a layer, entering the first step.
+        """
+        yield from self._through(self._stack(tokens.t(), self._wide()), states)
+
+    def _through(self, stack: _Stack, states: States) -> Iterator[LayerInput]:
+        """The same, of a stack that holds the embedded tokens and takes each layer's outputs."""
+        for layer, state in zip(self._cells(), states, strict=True):
+            x = stack.read()
+            gates = layer.project(x)
+            zoneout = self._mean_zoneout(gates.shape[:2], state) if self.zoneout else None
+            yield LayerInput(layer, x, gates, state, zoneout)
+            stack.add(layer.scan(gates, state, zoneout=zoneout)[0])
 
     def _stack(self, tokens: Tensor, dtype: torch.dtype, needed: bool = True) -> _Stack:
         """With the embedded tokens, where they are `needed` by the first layer or anything above reads them."""

@@ -154,7 +154,8 @@ class LanguageModule(lightning.LightningModule):
     def will_be_due(self, every_steps: int) -> bool:
         """The same of the step being taken, before `progress` knows of it.
 
-        Not foreseen is an end that the step itself brings, by turning a limit in minutes into steps.
+        Not foreseen is an end that the step itself brings, by turning a limit in minutes into steps or by the accuracy
+        that a validation after it finds.
         """
         step, total = self.progress.step + 1, self.progress.total_steps
         at_end = self._last or (total is not None and step >= total)
@@ -279,10 +280,6 @@ class LanguageModule(lightning.LightningModule):
             progress.total_steps = progress.step
         if progress.nonfinite_in_a_row >= self.config.train.max_nonfinite:
             progress.state = "stopped"
-        if progress.since_log.get("answers") and self.due(self.config.logging.every_steps):
-            self.figures["train/accuracy"] = progress.since_log["correct"] / progress.since_log["answers"]
-        if "omega" in progress.since_log and self.due(self.config.logging.every_steps):
-            self.figures["train/omega"] = progress.since_log["omega"] / progress.since_log["omegas"]
 
     def _known_total(self, steps_per_epoch: int) -> int | None:
         # With a limit in minutes, the plan is made once the pace is known.

@@ -216,7 +216,7 @@ def test_the_summary_has_the_share_and_the_norms_of_all_steps(request: pytest.Fi
 @pytest.mark.parametrize(
     ("train", "words"),
     [
-        ({}, ["0 of 4 gradients clipped (0.0 %)", "gradient norms", "mean 0.", "90 % 0.", "times the mean norm"]),
+        ({}, ["0 of 4 gradients clipped (0.0 %)", "gradient norms", "mean 0.", "90 % 0.", "times the median norm"]),
         (
             {"clip_norm": 1e-3},
             ["4 of 4 gradients clipped (100.0 %)", "Every gradient was clipped", "--train.clip-norm"],

@@ -128,6 +128,7 @@ def test_the_other_panels_show_what_was_measured_and_say_what_was_not(tmp_path):
         eigenvalues=np.array([0.5 + 0.5j, 0.5 - 0.5j, 0.2]),
         radius=0.7071,
         weight_share=[0.2, 0.45, 0.7, 0.9, 1.0],
+        half_weights="2",
         norms=list(0.1 + QUANTILES),
         threshold=0.5,
     )
@@ -136,7 +137,7 @@ def test_the_other_panels_show_what_was_measured_and_say_what_was_not(tmp_path):
     last = [line.get_ydata()[-1] for line in decay.lines if len(line.get_ydata()) == 41]
     assert last == pytest.approx([0.9**40, 0.95**40, 1.2**40, 0.9**40])
     assert sorted(map(tuple, spectrum.collections[0].get_offsets().tolist())) == [(0.2, 0), (0.5, -0.5), (0.5, 0.5)]
-    assert labels(spectrum) == ["first: largest 0.707", "wide: largest 1.25"]
+    assert labels(spectrum) == ["first: mean radius 0.707", "wide: mean radius 1.25"]
     circle = spectrum.lines[-1]
     assert np.hypot(*circle.get_data()) == pytest.approx(1.25)
     assert labels(weights) == ["first: half from lags up to 2"]

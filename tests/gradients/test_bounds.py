@@ -75,9 +75,14 @@ def holds(found, rounding=1e-9):
 @pytest.mark.parametrize("scale", [0.2, 0.8, 2.0])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_both_bounds_hold_at_every_lag(activation, scale, lanczos, monkeypatch):
+    hidden_size = bounds.MOST_EXACT + 32 if lanczos else 5
+    model = model_of(activation=activation, hidden_size=hidden_size, scale=scale * math.sqrt(5 / hidden_size))
+    found = holds(bounds_of(model))
     if lanczos:
-        monkeypatch.setattr(bounds, "MOST_EXACT", 0)
-    found = holds(bounds_of(model_of(activation=activation, scale=scale)))
+        monkeypatch.setattr(bounds, "MOST_EXACT", hidden_size)
+        exact = bounds_of(model).product
+        assert (found.product >= exact * (1 - 1e-12)).all()
+        assert (found.product <= exact * 1.0011**found.lags).all()
     assert found.activation == activation
     assert found.R[1] < 0.99 * found.product[1]
     if activation == "identity":
@@ -167,9 +172,23 @@ def test_norms_by_lanczos_are_near_and_not_below(monkeypatch):
     start = torch.randn(150, dtype=torch.float64)
     found = bounds._lanczos(weight, slopes, start, 100.0)
     assert (exact <= found).all()
-    assert (found <= exact * 1.001).all()
+    assert (found <= exact * 1.0011).all()
     monkeypatch.setattr(bounds, "_MOST_VECTORS", 2)  # what does not settle is the uniform one
     assert (bounds._lanczos(weight, slopes, start, 100.0) == 100).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_norms_by_lanczos_are_not_below_where_singular_values_lie_close(seed):
+    """W is orthogonal, so a norm is the largest slope, and the others lie right beneath."""
+    torch.manual_seed(seed)
+    weight = torch.linalg.qr(torch.randn(256, 256, dtype=torch.float64)).Q
+    slopes = 1 - torch.randn(64, 256, dtype=torch.float64).tanh() ** 2
+    found = bounds._lanczos(weight, slopes, torch.randn(256, dtype=torch.float64), 1.5)
+    exact = slopes.amax(1).numpy()
+    settled = found < 1.5
+    assert settled.mean() > 0.5
+    assert (exact <= found).all()
+    assert (found[settled] <= exact[settled] * 1.0011).all()
 
 
 @pytest.mark.parametrize("below", ["lstm", "gru", "vanilla", "somewhere:Own"])
@@ -226,7 +245,13 @@ def test_a_bound_beyond_float64_is_infinite():
     assert found.uniform[-1] == math.inf
     record = json.loads(json.dumps(found.as_dict(), allow_nan=False))
     assert record["uniform"][-1] == "inf"
-    assert len(record["R"]) == len(record["product"]) == len(record["lags"]) == 301
+    assert len(record["uniform"]) == len(record["product"]) == 301
+    assert {name: record[name] for name in ("layer", "activation", "gamma", "sigma_max")} == {
+        "layer": 0,
+        "activation": "tanh",
+        "gamma": 1,
+        "sigma_max": 100,
+    }
 
 
 def test_measuring_changes_nothing():

@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -744,3 +745,25 @@ def test_curve_can_be_made_from_recorded_numbers():
     arrays = {name: np.array(record[name]) for name in ("lags", "G", "R", "zero_share")}
     curve = Curve(**arrays, **{name: record[name] for name in ("reference_lag", "pairs", "left_out")})
     assert curve.half_life == decay_of(power(0.8, 10)).curve().half_life
+
+
+def test_what_is_cut_of_a_task_is_what_lies_between_its_record_s_beginning_and_its_answer():
+    norms = np.array([0.9**k * np.ones(8) for k in range(13)])
+    shape = ProbeShape(8, 0, 12, 1, 14, look_back=(13, 13), record=True)
+    whole = Decay({("all", "joint"): norms}, shape)
+    said = verdict(whole, Truncation(14, "block", 14))
+    assert said.startswith("Nothing is cut between a record's beginning and its answer.")
+    assert "6.58" in said
+    assert whole.scalars()["decay/lost_share"] == 0
+    cut = Decay({("all", "joint"): norms}, replace(shape, look_back=(6, 6)))
+    share = sum(0.9**k for k in range(6, 13)) / sum(0.9**k for k in range(13))
+    assert f"on average {100 * share:.1f} % is cut off" in verdict(cut, Truncation(14, "block", 14))
+
+
+def test_gradients_that_overflow_are_no_decay():
+    norms = np.full((13, 8), np.inf)
+    found = Decay({("all", "joint"): norms, (0, "joint"): norms}, ProbeShape(8, 0, 12, 1, 14))
+    assert found.scalars() == {}
+    assert found.summary() == []
+    assert found.figure("half_life") is None
+    assert "none is finite" in verdict(found, Truncation(14, "block", 14))

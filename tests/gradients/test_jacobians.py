@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from lmapp.cells import CELLS
 from lmapp.cells.protocol import Cell, HiddenState
-from lmapp.gradients.jacobians import flatten, layer_jacobian, network_jacobian, unflatten
+from lmapp.gradients.jacobians import flatten, network_jacobian, unflatten
 from lmapp.models import RecurrentModel
 
 V, ROWS = 6, 3
@@ -157,25 +157,20 @@ def test_against_differences_of_a_step(model):
     torch.testing.assert_close(jacobian.jvp(v), (up - down) / (2 * epsilon), atol=1e-8, rtol=1e-7)
 
 
-def test_one_layer_alone(model):
-    """Its own block of the network's Jacobian: what it reads from below comes from the states before."""
+def test_many_vectors_for_each_point(model):
     tokens, states = torch.tensor([1, 4, 4]), random_states(model)
-    whole = network_jacobian(model, tokens, states).dense()
-    with torch.no_grad():
-        stack = model._stack(tokens, torch.float64)
-        first = 0
-        for cell, state in zip(model.layers, states, strict=True):
-            gates = cell.project(stack.read())
-            own = layer_jacobian(cell, gates, state, model.zoneout)
-            block = slice(first, first + own.states.shape[1])
-            first = block.stop
-            torch.testing.assert_close(own.dense(), whole[:, block, block], atol=1e-12, rtol=1e-12)
-            output, new = cell.step(gates, state)
-            if model.zoneout:
-                share = type(state)(*(torch.full_like(s, model.zoneout) for s in state))
-                output, new = cell.zone(output, state, new, share)
-            torch.testing.assert_close(own.after, flatten((new,)))
-            stack.add(output)
+    alone, jacobian = network_jacobian(model, tokens, states), network_jacobian(model, tokens, states, 2)
+    matrices = alone.dense()
+    n = matrices.shape[-1]
+    assert jacobian.states.shape == jacobian.after.shape == (ROWS, n)
+    torch.testing.assert_close(jacobian.after, alone.after, atol=1e-14, rtol=1e-14)
+    torch.testing.assert_close(jacobian.dense(), matrices, atol=1e-14, rtol=1e-14)
+    v = torch.randn(2 * ROWS, n).double()
+    every = matrices.repeat_interleave(2, 0)
+    torch.testing.assert_close(jacobian.jvp(v), torch.einsum("rij,rj->ri", every, v), atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(jacobian.vjp(v), torch.einsum("rij,ri->rj", every, v), atol=1e-12, rtol=1e-12)
+    assert jacobian.sealed == any(type(cell) is Sealed for cell in model.layers)
+    assert not jacobian.sealed or jacobian._matrices.shape == (ROWS, n, n)
 
 
 def test_order_of_the_state():

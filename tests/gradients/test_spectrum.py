@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from lmapp.cells import CELLS
 from lmapp.cells.protocol import Cell, HiddenState
 from lmapp.gradients import spectrum
 from lmapp.gradients.decay import ProbeShape, probe_windows
 from lmapp.gradients.jacobians import network_jacobian, unflatten
-from lmapp.gradients.spectrum import largest_modulus, leading_singular, measure_spectrum, start_block
+from lmapp.gradients.spectrum import largest_modulus, leading_singular, measure_spectrum, start_block, why_not
 from lmapp.models import RecurrentModel
 
 V = 6
@@ -51,6 +52,28 @@ class Plain(Cell):
     def step(self, gates, state):
         h = state.h @ self.weight
         h = (gates + h + h**2).tanh()
+        return h, HiddenState(h)
+
+
+class _Tanh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.tanh()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return gradient * (1 - ctx.saved_tensors[0] ** 2)
+
+
+class Sealed(Plain):
+    """The same with a backward pass of its own."""
+
+    def step(self, gates, state):
+        h = state.h @ self.weight
+        h = _Tanh.apply(gates + h + h**2)
         return h, HiddenState(h)
 
 
@@ -572,6 +595,52 @@ def test_one_unit(cell):
         logs = np.log(np.abs(every[:, 0, 0]))
         assert found.lyapunov == pytest.approx(logs.mean(), rel=1e-9)
         np.testing.assert_allclose(found.overlap.values, 1, rtol=1e-12)
+
+
+def test_a_sealed_step_is_treated_by_its_matrices():
+    open_, sealed = model_of(["somewhere:Plain", "gru"]), model_of(["somewhere:Sealed", "gru"])
+    sealed.load_state_dict(open_.state_dict())
+    expected, found = (
+        measure_spectrum(model, windows_of(), SHAPE, dense=True, overlap=True) for model in (open_, sealed)
+    )
+    np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-10)
+    np.testing.assert_allclose(found.radii, expected.radii, rtol=1e-10)
+    np.testing.assert_allclose(found.exponents, expected.exponents, rtol=1e-10)
+    np.testing.assert_allclose(found.overlap.values, expected.overlap.values, rtol=1e-8)
+
+
+def test_a_large_sealed_step_is_refused(monkeypatch):
+    monkeypatch.setattr(spectrum, "MOST_SEALED", 7)
+    small, large = (model_of(["somewhere:Sealed", "gru"], hidden_size=size) for size in (3, 4))
+    assert why_not(small) is None
+    assert why_not(model_of(["somewhere:Plain", "gru"])) is None
+    assert why_not(model_of("lstm", embedding_size=3)) is None
+    assert "of 8 entries of the state it is too large (at most 7)" in why_not(large)
+    measure_spectrum(small, windows_of(), SHAPE, points=1)
+    with pytest.raises(ValueError, match=r"cannot be measured: a torch\.autograd\.Function"):
+        measure_spectrum(large, windows_of(), SHAPE, points=1)
+
+
+def test_of_a_large_state_less_is_followed(monkeypatch):
+    shape, model = ProbeShape(3, 5, 20, 2, 6), model_of("lstm")
+    windows = windows_of(shape)
+    whole = measure_spectrum(model, windows, shape, overlap=True)
+    assert (len(whole.norms), whole.overlap.note, whole.overlap.pairs[0]) == (16, "", 3)
+    monkeypatch.setattr(spectrum, "LARGE", 7)
+    monkeypatch.setattr(spectrum, "FEW_LAGS", 9)
+    monkeypatch.setattr(spectrum, "FEW_ITERATIONS", 60)
+    found = measure_spectrum(model, windows, shape, overlap=True)
+    assert (len(found.norms), len(found.exponents)) == (4, 3)
+    assert found.overlap.note == "of 8 entries of the state only 2 windows and 9 lags were followed"
+    assert found.overlap.lags.tolist() == [1, 2, 4, 8]
+    assert found.overlap.pairs.max() == 2
+    # The same two windows by themselves.
+    monkeypatch.setattr(spectrum, "LARGE", 2048)
+    two = ProbeShape(2, 5, 20, 2, 6)
+    expected = measure_spectrum(model, windows[:2], two, overlap=True).overlap
+    used = (found.overlap.pairs == 2) & (expected.pairs[:4] == 2)
+    assert used.any()
+    np.testing.assert_allclose(found.overlap.values[used], expected.values[:4][used], atol=0.05)
 
 
 def test_points_where_a_figure_is_zero_are_counted_and_left_out_of_the_mean():

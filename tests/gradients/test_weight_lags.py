@@ -6,6 +6,7 @@ import itertools
 import pkgutil
 import sys
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -19,8 +20,8 @@ from lmapp.cells.gru import GRU
 from lmapp.cells.protocol import Cell, GatedCell, HiddenState
 from lmapp.cells.vanilla import ACTIVATIONS
 from lmapp.gradients import weight_lags
-from lmapp.gradients.decay import ProbeShape
-from lmapp.gradients.weight_lags import WeightLags, by_copies, has_factors, measure_weight_lags
+from lmapp.gradients.decay import ProbeShape, warmed_up
+from lmapp.gradients.weight_lags import WeightLags, has_factors, measure_weight_lags
 from lmapp.models import RecurrentModel, detach
 
 V = 6
@@ -142,15 +143,36 @@ def whole_gradients(model, windows, shape=SHAPE):
 
 
 def contributions(model, windows, shape=SHAPE):
-    """D_k of every layer, (K+1, R, H), by copies of its weight."""
+    """D_k of every layer, (K+1, R, H): of each end point by itself, with a copy of the weight for every step."""
     model.eval()
-    states = model.initial_state(len(windows))
-    with torch.no_grad():
-        for t in range(shape.warm_up):
-            _, states = model.step(windows[:, t], states)
-    tokens, targets = windows[:, shape.warm_up : -1], windows[:, -shape.end_points :]
+    found = {}
+    for number in with_weight(model):
+        layer = model.layers[number]
+        name = layer.recurrent_weight
+        weight = getattr(layer, name)
+        parts = weight.new_zeros(shape.max_lag + 1, *weight.shape)
+        for end in range(shape.warm_up + shape.max_lag, shape.length - 1):
+            states, copies = model.initial_state(len(windows)), []
+            for t in range(end + 1):
+                if t == end - shape.max_lag:
+                    states = detach(states)
+                if t >= end - shape.max_lag:
+                    copies.append(weight.detach().clone().requires_grad_())
+                    layer._parameters[name] = copies[-1]
+                logits, states = model.step(windows[:, t], states)
+            layer._parameters[name] = weight
+            loss = F.cross_entropy(logits, windows[:, end + 1], reduction="sum")
+            parts += torch.stack(torch.autograd.grad(loss, copies, materialize_grads=True)).flip(0)
+        found[number] = parts[:, : layer.recurrent_rows].detach()
+    return found
+
+
+def step_by_step(model, windows, number):
+    model.eval()
+    states = warmed_up(model, windows, SHAPE)
+    tokens, targets = windows[:, SHAPE.warm_up : -1], windows[:, -SHAPE.end_points :]
     used = torch.ones_like(targets, dtype=torch.bool)
-    return {n: by_copies(model, n, tokens, states, targets, used) for n in with_weight(model)}
+    return weight_lags.by_steps(model, model.layers[number], tokens, states, targets, used)
 
 
 @pytest.mark.parametrize("options", NETWORKS)
@@ -161,6 +183,9 @@ def test_the_lags_sum_to_the_gradient(options):
     for number, gradient in whole.items():
         assert parts[number].shape == (SHAPE.max_lag + 1, *gradient.shape)
         torch.testing.assert_close(parts[number].sum(0), gradient, rtol=1e-10, atol=1e-12)
+        squares, products = step_by_step(model, text(), number)
+        torch.testing.assert_close(squares, parts[number].square().sum((1, 2)), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(products, (parts[number] * gradient).sum((1, 2)), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("options", NETWORKS)
@@ -182,7 +207,6 @@ def test_from_factors_and_from_copies(options):
             assert result.size.sum() == pytest.approx(1, abs=1e-12)
             assert result.share.sum() == pytest.approx(1, abs=1e-12)
             np.testing.assert_allclose(result.cumulative_size[-1], 1)
-            np.testing.assert_allclose(result.cumulative_share[2], result.share[:3].sum())
         reads_out = model.layers[ours.layer].reads_out
         assert (ours.size[0] == 0) == reads_out
         assert (ours.size[1:] > 0).all()
@@ -198,12 +222,31 @@ def test_every_cell_of_the_package_that_can_says_its_factors(name):
 def test_the_fast_way_is_taken(monkeypatch):
     model = model_of(cell=["gru", "somewhere:Doubling"])
     asked = []
-    copies = weight_lags.by_copies
-    monkeypatch.setattr(
-        weight_lags, "by_copies", lambda model, number, *a: asked.append(number) or copies(model, number, *a)
-    )
+    slow = weight_lags.by_steps
+    monkeypatch.setattr(weight_lags, "by_steps", lambda model, layer, *a: asked.append(layer) or slow(model, layer, *a))
     measure_weight_lags(model, text(), SHAPE)
-    assert asked == [1]
+    assert asked == [model.layers[1]]
+
+
+def test_step_by_step_one_gradient_of_the_weight_is_held_at_a_time(monkeypatch):
+    """Not one for each lag."""
+    model = model_of(cell="somewhere:Doubling")
+    size = model.layers[0].weight.shape
+    register, alive, most = torch.Tensor.register_hook, [], []
+
+    def watching(view, hook):
+        def watched(gradient):
+            alive.append(weakref.ref(gradient))
+            most.append(sum(reference() is not None for reference in alive))
+            return hook(gradient)
+
+        assert view.shape == size
+        return register(view, watched)
+
+    monkeypatch.setattr(torch.Tensor, "register_hook", watching)
+    measure_weight_lags(model, text(), SHAPE)
+    assert len(most) == 2 * (SHAPE.max_lag + 1)
+    assert max(most) <= 2
 
 
 def test_the_lags_are_taken_some_at_a_time(monkeypatch):
@@ -297,7 +340,6 @@ def test_scalar_network(step_by_step):
     found = lags(-0.25, 1.0)
     assert found.size == pytest.approx([3 / 4, 1 / 4, 0], abs=1e-12)
     assert found.share == pytest.approx([3 / 2, -1 / 2, 0], abs=1e-12)
-    assert found.cumulative_share == pytest.approx([3 / 2, 1, 1], abs=1e-12)
     # h is 0, 1, 1/2: 1/2, −1/2·1, 0 make nothing at all.
     found = lags(-0.5, 1.0)
     assert found.size == pytest.approx([1 / 2, 1 / 2, 0], abs=1e-12)

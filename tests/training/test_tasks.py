@@ -1,6 +1,7 @@
 """Training on a task: what is scored of it, its accuracy, where decay is measured, and that it goes on exactly."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import lmapp
 from lmapp import checkpoint
 from lmapp.config import build
 from lmapp.data.datamodule import TextDataModule
+from lmapp.errors import LmappError, UsageError
 from lmapp.gradients.decay import measure
 from lmapp.gradients.records import record_shape, record_windows
 from lmapp.models import make_model
@@ -235,10 +237,16 @@ def test_what_a_run_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "accuracy 0." in said
     assert "bits per character" not in last
     lmapp.train({**options, "name": "short", "data": {**options["data"], "sequence_length": 5}})
-    assert (
-        "No gradient bridges the delay of 5 steps: the losses look back 5 steps at most. "
-        "Windows of --data.sequence-length 9 are a record each."
-    ) in capsys.readouterr().out
+    windows = "Windows of --data.sequence-length 9 are a record each."
+    assert f"No gradient bridges the delay of 5 steps. {windows}" in capsys.readouterr().out
+    lmapp.train({**options, "name": "some", "data": {**options["data"], "sequence_length": 7}})
+    some = re.search(
+        r"The gradient bridges the delay of 5 steps for (\d+) % of the answers only\. ", capsys.readouterr().out
+    )
+    # Answers are predicted at the steps 6 and 7 of each record: of 63 steps, 9 windows, count those 5 into theirs.
+    at = [9 * record + step for record in range(7) for step in (6, 7)]
+    assert some is not None
+    assert int(some[1]) == round(100 * sum(step % 7 >= 5 for step in at) / len(at))
 
 
 def test_commands_take_a_task_s_run_and_score_its_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,6 +278,33 @@ def test_commands_take_a_task_s_run_and_score_its_answers(tmp_path: Path, capsys
     assert "order (a task of delay 9)" in command("corpus", "--data.task", "order", "--data.task-delay", "9")
     refused = command("train", "--data.task", "copy", "--data.corpus", "shakespeare")
     assert refused.startswith("--data.corpus and --data.task exclude each other")
+
+
+def test_a_task_s_run_needs_no_cache_to_be_evaluated(tmp_path: Path) -> None:
+    """Its records are made again, and have to be those that it was trained on."""
+    path = lmapp.train(settings(tmp_path), quiet=True).path
+    model = lmapp.load(str(path))
+    before = model.evaluate().as_dict()
+    shutil.rmtree(tmp_path / "cache")
+    assert model.evaluate(cache_dir=str(tmp_path / "other")).as_dict() == before
+    model.saved["corpus"]["fingerprint"] = "0" * 64
+    shutil.rmtree(tmp_path / "other")
+    with pytest.raises(LmappError, match="is no longer in"):
+        model.evaluate(cache_dir=str(tmp_path / "other"))
+
+
+def test_a_record_starts_from_the_initial_state_and_that_cannot_be_changed(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"every record of --data\.task starts"):
+        build(settings(tmp_path, data={"reset_state": False}))
+
+
+def test_the_last_line_of_a_run_that_ends_by_its_accuracy_has_its_figures(tmp_path: Path) -> None:
+    """The validation that ends it comes after a step at which no figures would be due."""
+    train = {"target_accuracy": 1e-9, "val_every_steps": 5, "max_steps": 100}
+    path = lmapp.train(settings(tmp_path, train=train, logging={"every_steps": 4}), quiet=True).path
+    lines = read(path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [4, 5]
+    assert {"train/accuracy", "train/loss", "gradient/norm", "val/accuracy"} <= lines[-1].keys()
 
 
 def test_gradients_of_a_task_s_run_are_measured_on_whole_records(tmp_path: Path) -> None:
