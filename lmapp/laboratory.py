@@ -34,7 +34,7 @@ from lmapp.inference import LanguageModel, load
 from lmapp.inference.generation import encode_text
 from lmapp.inference.trained import Text, Trained
 from lmapp.models import InfillModel, RecurrentModel, WindowModel
-from lmapp.training.probe import place
+from lmapp.training.probe import SEED, place
 from lmapp.training.truncation import resolve
 
 NO_STATE = "there is no state"
@@ -333,7 +333,7 @@ def _measure(language: Trained, text: Text, train: Text | None, max_lag: int | N
     gates: list[LayerGates] = []
     weights: list[WeightLags] = []
     if isinstance(model, RecurrentModel):
-        spectrum = why_not(model) or measure_spectrum(model, probe, shape, seed=config.seed, dense=True, overlap=True)
+        spectrum = why_not(model) or measure_spectrum(model, probe, shape, seed=SEED, dense=True, overlap=True)
         bounds, said = measure_bounds(model, probe, shape, decay), conditions(model)
         gates, weights = measure_gates(model, probe, shape), measure_weight_lags(model, probe, shape)
     progress, options = language.saved["progress"], config.train

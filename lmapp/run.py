@@ -50,7 +50,7 @@ from lmapp.models import InfillModel, Network, RecurrentModel, make_model
 from lmapp.training import memory, plan, processes
 from lmapp.training.infill import InfillModule
 from lmapp.training.module import LanguageModule
-from lmapp.training.probe import place
+from lmapp.training.probe import SEED, place
 from lmapp.training.processes import Ranks
 from lmapp.training.saving import EndOfStep, SafeCheckpointIO, keep_as_best
 from lmapp.training.truncation import check_resets, kernels, resolve
@@ -465,7 +465,7 @@ class _Assembly:
             if isinstance(model, RecurrentModel) and every_spectrum:
                 reason = spectrum.why_not(model)
                 if reason is None:
-                    callbacks.append(SpectrumProbe(probe.windows, probe.shape, every_spectrum, config.seed))
+                    callbacks.append(SpectrumProbe(probe.windows, probe.shape, every_spectrum, SEED))
                 else:
                     self._say(f"No spectrum is measured: {reason}.")
         if masking:

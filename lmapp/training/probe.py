@@ -15,6 +15,9 @@ from lmapp.gradients.decay import ProbeShape, probe_shape, probe_windows
 from lmapp.gradients.records import record_shape, record_windows
 from lmapp.gradients.truncation import Truncation
 
+SEED = 0
+"""Of the choice of windows: one for all runs, so that runs of any seed on one text are measured on the same windows."""
+
 
 def place(
     config: Config,
@@ -29,7 +32,7 @@ def place(
     """Where a model's gradients are measured.
 
     Args:
-        config: of its run, whose seed and kind of model count.
+        config: of its run, whose kind of model counts.
         truncation: of its training.
         validation: ids of the text it is not trained on.
         train: ids of the text it is; of it the end is taken, where the other is too short.
@@ -51,7 +54,7 @@ def place(
             max_lag=max_lag,
             look_back=look_back(task, truncation),
         )
-        return shape, note, record_windows(validation, shape, config.seed)
+        return shape, note, record_windows(validation, shape, SEED)
     reach = truncation.look_back
     if config.model.kind == "window":
         reach = config.model.window, config.model.window
@@ -66,7 +69,7 @@ def place(
     if fitted is None:
         return None, note, None
     ids = validation if fitted.source == "validation" else train
-    return fitted, note, probe_windows(ids, fitted, config.seed)
+    return fitted, note, probe_windows(ids, fitted, SEED)
 
 
 def look_back(task: Task, truncation: Truncation) -> tuple[int, int]:
