@@ -422,6 +422,8 @@ def gradients(
     picture = Path(("gradients.png" if influence is None else "influence.png") if png is None else png)
     if not picture.name:
         raise UsageError(f"--png is the name of a file to write, not {png!r}.")
+    if picture.suffix.lower() != ".png":
+        raise UsageError(f"--png writes PNG pictures: name it {picture.name}.png.")
     _import(import_)
     if influence is not None:
         if len(checkpoints) > 1:

@@ -328,7 +328,7 @@ def _delay_table(outcomes: Sequence[Outcome]) -> Table:
 
 def _truncation_table(outcomes: Sequence[Outcome]) -> Table:
     first = outcomes[0]
-    table = _table(f"Ways to truncate: {first.cell}, delay {first.delay}, equally many characters (medians)")
+    table = _table(f"Ways to truncate: {first.cell}, delay {first.delay}, at most as many characters (medians)")
     for heading in ("solved", "accuracy", "loss", "characters", "seconds", "R after"):
         table.add_column(heading, justify="right")
     for mode, runs in _by(outcomes, "mode").items():
@@ -447,8 +447,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console=Console(stderr=True, highlight=False, soft_wrap=True),
         )
     except LmappError as error:
-        print(error, file=sys.stderr)
+        again = " The same command goes on with all runs." if error.exit_code == 130 else ""
+        print(f"{error}{again}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("Interrupted. The same command goes on.", file=sys.stderr)
+        return 130
     if given.json:
         found = {"runs": [asdict(o) for o in outcomes], "truncation": [asdict(o) for o in truncated]}
         print(json.dumps(jsonable({**found, "agreement": agreement(outcomes)}), indent=1))

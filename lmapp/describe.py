@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -241,8 +242,10 @@ def steps(
         line(console, "processes", f"{processes}, {count(batches.batch_size // processes, 'row')} each")
     _cuts(console, config.train, batches, truncation)
     task = task_of(config.data)
-    # All that a window model reads it has a gradient of.
-    if task is not None and model.kind != "window" and (share := bridged(task, truncation)) < 1:
+    if task is not None and model.kind == "window" and model.window <= task.delay:
+        reach = count(model.window, "character")
+        note(console, f"A window of {reach} does not reach over the delay of {count(task.delay, 'step')}.")
+    elif task is not None and model.kind != "window" and (share := bridged(task, truncation)) < 1:
         some, only = ("The", f" for {100 * share:.0f} % of the answers only") if share else ("No", "")
         note(
             console,
@@ -370,6 +373,10 @@ def figures(
     table.add_row("threshold", found.sentence)
     if progress.nonfinite_events:
         table.add_row("non-finite", f"{progress.nonfinite_events:,} gradients discarded")
+    if config.train.target_accuracy is not None and (progress.best or {}).get("val/accuracy", 0.0) >= (
+        config.train.target_accuracy
+    ):
+        table.add_row("ended", f"the accuracy sought, {config.train.target_accuracy:g}, was reached")
     if decay is not None:
         when = "" if measured == progress.step else f" (measured at step {measured:,})"
         half_life = decay.figure("half_life")
@@ -385,7 +392,7 @@ def cost(console: rich.console.Console, decay: Decay, truncation: Truncation) ->
     console.print(escape(verdict(decay, truncation)))
 
 
-def ways_on(console: rich.console.Console, kind: str, name: str, imports: str) -> None:
+def ways_on(console: rich.console.Console, kind: str, name: str, imports: str, *, validated: bool) -> None:
     """The commands for what was trained, with the options that import its cells."""
     commands = {
         "recurrent": ("generate", "evaluate", "gradients", "compare"),
@@ -393,7 +400,9 @@ def ways_on(console: rich.console.Console, kind: str, name: str, imports: str) -
         "infill": ("infill", "evaluate", "compare"),
     }
     for command in commands[kind]:
-        console.print(f"  lmapp {command} {name}{'' if command == 'compare' else imports}")
+        text = " --split train" if command == "evaluate" and not validated else ""
+        line = f"  lmapp {command} {shlex.quote(name)}{text}{'' if command == 'compare' else imports}"
+        console.print(escape(line))
 
 
 def _baselines(config: Config, facts: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lmapp.checkpoint import BEST
 from lmapp.data.tasks import task_of
 from lmapp.errors import LmappError, UsageError
 from lmapp.experiments.draw import QUANTILES, Sheet, draw_gradients
@@ -34,9 +35,13 @@ from lmapp.inference import LanguageModel, load
 from lmapp.inference.generation import encode_text
 from lmapp.inference.trained import Text, Trained
 from lmapp.models import InfillModel, RecurrentModel, WindowModel
+from lmapp.training import memory
 from lmapp.training.probe import SEED, place
 from lmapp.training.truncation import resolve
+from lmapp.units import size
 
+MOST_INFLUENCE = 4000
+OWN = "the run's validation split"
 NO_STATE = "there is no state"
 SHOWN_LAGS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
@@ -141,7 +146,7 @@ class Measurement:
         rows = [("note", self.note)] if self.note else []
         rows.append(("lag", "".join(f"{k:>9}" for k in shown)))
         for layer, title in ((ALL, "R states"), (INPUTS, "R inputs")):
-            if (layer, JOINT) in self.decay.norms:
+            if (layer, JOINT) in self.decay.norms and self.decay.curve(layer).pairs:
                 R = self.decay.curve(layer).R
                 rows.append((title, "".join(f"{R[k]:>9.2g}" for k in shown)))
         rows += self._figures()
@@ -226,7 +231,10 @@ class Measurement:
             if not settled.all()
         ]
         settled = f" ({' and '.join(rough)}: not everywhere settled)" if rough else ""
+        spread = spectrum.lyapunov_spread
         apart = "move apart" if spectrum.lyapunov > 0 else "come together"
+        if abs(spectrum.lyapunov) < spread:
+            apart = "keep their distance"
         rows = [
             (
                 "Jacobian",
@@ -235,7 +243,8 @@ class Measurement:
             ),
             (
                 "Lyapunov",
-                f"{spectrum.lyapunov:+.4f} a step, largest exponent over {spectrum.steps} steps: nearby states {apart}",
+                f"{spectrum.lyapunov:+.4f} a step (± {spread:.2g} over the windows), largest exponent over "
+                f"{spectrum.steps} steps: nearby states {apart}",
             ),
         ]
         if (overlap := spectrum.overlap) is not None and overlap.pairs.any():
@@ -325,6 +334,13 @@ def _measure(language: Trained, text: Text, train: Text | None, max_lag: int | N
         raise LmappError(f"{language.path}, on {text.name}: {note}.\nName a longer text: --data.path FILE")
     if train is not None and shape.source == "train":
         text = train
+    _check_finite(language)
+    there, need = memory.available(torch.device("cpu")), 2 * memory.probed(model, shape)
+    if there is not None and need > there:
+        raise UsageError(
+            f"This needs about {size(need)} of memory, and {size(there)} are available.\n"
+            "Try fewer --windows or a smaller --max-lag."
+        )
     probe = torch.from_numpy(ids)
     decay = measure(model, probe, shape)
     spectrum: Spectrum | str = NO_STATE
@@ -339,9 +355,8 @@ def _measure(language: Trained, text: Text, train: Text | None, max_lag: int | N
     progress, options = language.saved["progress"], config.train
     norms, by_value = NormHistogram(**progress["norms"]), options.clip_value is not None
     threshold = options.clip_value if by_value else options.clip_norm
-    path = language.path.parent.parent if language.path.parent.name == "checkpoints" else language.path
     return Measurement(
-        label=path.name,
+        label=_label(language),
         cell=config.model.label,
         step=language.step,
         text=text.name,
@@ -357,6 +372,11 @@ def _measure(language: Trained, text: Text, train: Text | None, max_lag: int | N
         advice=advice(norms, threshold, progress["clip_events"], by_value=by_value),
         threshold=threshold,
     )
+
+
+def _check_finite(language: Trained) -> None:
+    if not all(bool(parameter.isfinite().all()) for parameter in language.model.parameters()):
+        raise LmappError(f"{language.path}: the network's weights are not finite, so there is nothing to measure.")
 
 
 def draw(measured: Sequence[Measurement], path: Path) -> None:
@@ -385,7 +405,9 @@ def draw(measured: Sequence[Measurement], path: Path) -> None:
             )
         )
     texts = {m.text for m in measured}
+    own = texts == {OWN} and len(measured) > 1
     title = f"Gradients on {texts.pop()}" if len(texts) == 1 else "Gradients"
+    title = "Gradients, each on its own run's validation split" if own else title
     draw_gradients(sheets, path, title=title)
 
 
@@ -437,13 +459,25 @@ def measure_influence(name: str, text: str, *, runs_dir: str = "runs") -> Influe
     text = language.prepared(text)
     if len(text) < 2:
         raise UsageError("--influence needs a text of at least 2 characters: the last is predicted from the others.")
+    if len(text) > MOST_INFLUENCE:
+        raise UsageError(f"--influence takes a text of at most {MOST_INFLUENCE:,} characters, not {len(text):,}.")
+    _check_finite(language)
     ids = torch.tensor(encode_text(language.vocabulary, text, "text"))
     starts = torch.from_numpy(language.vocabulary.starts_character[ids.numpy()].copy())
     first = int(starts.nonzero()[-1])
     model = language.model
     norms = by_character(influence(model, ids, first), starts[:first])
-    path = language.path.parent.parent if language.path.parent.name == "checkpoints" else language.path
-    return Influence(path.name, list(text[:-1]), norms.tolist(), text[-1])
+    if not bool(norms.isfinite().all()):
+        raise LmappError(f"{language.path}: the gradient overflows on its way back over this text: it explodes.")
+    return Influence(_label(language), list(text[:-1]), norms.tolist(), text[-1])
+
+
+def _label(language: Trained) -> str:
+    """What a checkpoint is called: its run, and which one it is unless the best."""
+    path = language.path
+    if path.parent.name != "checkpoints":
+        return path.name
+    return path.parent.parent.name + ("" if path.name == BEST else f" ({path.stem})")
 
 
 def draw_influences(found: Influence, path: Path) -> None:

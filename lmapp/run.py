@@ -584,7 +584,9 @@ class _Assembly:
             describe.cost(self.console, decay, self.truncation)
         if progress.state == "interrupted":
             raise Interrupted(f"Interrupted at step {progress.step:,} and saved.\n{way_on}")
-        describe.ways_on(self.console, self.config.model.kind, _name(directory, self.config), imports)
+        validated = progress.last is not None
+        kind = self.config.model.kind
+        describe.ways_on(self.console, kind, _name(directory, self.config), imports, validated=validated)
         return Run(directory, summary)
 
 

@@ -866,9 +866,30 @@ def test_the_influence_on_a_prediction(lmapp_: Command, tiny_run: Path) -> None:
     assert len(document["norms"]) == len(text) - 1
     assert max(document["norms"]) == document["norms"][-1], "an untrained network forgets at once"
     refused(lmapp_("gradients", tiny_run, "--influence", "a"), 2, "at least 2 characters")
+    refused(lmapp_("gradients", tiny_run, "--influence", "a" * 4001), 2, "at most 4,000 characters")
+    refused(lmapp_("gradients", tiny_run, "--png", "a.pdf"), 2, "--png writes PNG pictures: name it a.pdf.png")
     refused(lmapp_("gradients", tiny_run, "--influence", "Ä"), 2)
     refused(lmapp_("gradients", tiny_run, tiny_run, "--influence", "ab"), 2, "--influence is of one checkpoint")
     refused(lmapp_("gradients", tiny_run, "--influence", "ab", "--max-lag", 9), 2, "--max-lag does nothing")
+
+
+def test_gradients_of_a_network_that_is_not_finite(lmapp_: Command, tiny_run: Path) -> None:
+    content = checkpoint.read(tiny_run / "checkpoints" / "last.ckpt")
+    content["state_dict"]["model.layers.0.weight_hh"][0, 0] = float("nan")
+    checkpoint.write(Path("nan.ckpt"), content)
+    for more in ([], ["--influence", "the text"]):
+        refused(lmapp_("gradients", "nan.ckpt", *more), 1, "the network's weights are not finite")
+    assert not list(Path().glob("*.png"))
+
+
+def test_windows_that_do_not_fit_into_memory_are_refused(
+    lmapp_: Command, tiny_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lmapp.training import memory
+
+    monkeypatch.setattr(memory, "available", lambda device: 2**20)
+    refused(lmapp_("gradients", tiny_run), 2, "of memory, and 1 MiB are available", "fewer --windows")
+    assert not Path("gradients.png").exists()
 
 
 def test_gradients_of_too_short_a_text(lmapp_: Command, tiny_run: Path) -> None:

@@ -1,6 +1,7 @@
 """Pictures of gradients. matplotlib is imported when something is drawn, and never opens a window."""
 
 import os
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ _STYLES: dict[str, tuple[str, str, str]] = {
     "concatenated": ("#E69F00", "--", "D"),
 }
 _OTHER_STYLES = (("#CC79A7", ":", "*"), ("#000000", ":", "h"), ("#CC79A7", "--", "p"), ("#000000", "-.", "d"))
+_MORE_MARKERS = ("o", "s", "v", "D", "P", "X")  # of the third checkpoint of one cell and those after it
 _FLOOR = 1e-4  # the axis goes no lower, so that a network that forgets at once does not flatten the others
 
 
@@ -107,7 +109,7 @@ def draw_gradients(sheets: Sequence[Sheet], path: Path | str, *, title: str) -> 
     _draw_spectrum(spectrum, sheets, styles)
     _draw_weights(weights, sheets, styles)
     _draw_norms(norms, sheets, styles)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=13)
+    figure.suptitle(plain(title), x=0.01, ha="left", fontsize=13)
     save(figure, Path(path))
 
 
@@ -153,7 +155,7 @@ def _draw_spectrum(axes: Any, sheets: Sequence[Sheet], styles: Sequence[_Style])
         if sheet.radius is None:
             continue
         drawn = True
-        label = f"{sheet.label}: mean radius {sheet.radius:.3g}"
+        label = f"{plain(sheet.label)}: mean radius {sheet.radius:.3g}"
         if sheet.eigenvalues is None:  # too many to be computed: the circle that holds them
             axes.plot(
                 sheet.radius * np.cos(turn),
@@ -193,7 +195,7 @@ def _draw_weights(axes: Any, sheets: Sequence[Sheet], styles: Sequence[_Style]) 
             np.arange(len(share)),
             share,
             linewidth=1.8,
-            label=f"{sheet.label}: half from lags up to {sheet.half_weights}",
+            label=f"{plain(sheet.label)}: half from lags up to {sheet.half_weights}",
             **style.markers(len(share)),
         )
     axes.set_ylim(0, 1.02)
@@ -211,7 +213,7 @@ def _draw_norms(axes: Any, sheets: Sequence[Sheet], styles: Sequence[_Style]) ->
         if sheet.norms is None or not max(sheet.norms, default=0) > 0:
             continue
         drawn = True
-        label = sheet.label if sheet.threshold is None else f"{sheet.label}: clipped above {sheet.threshold:g}"
+        label = plain(sheet.label) + ("" if sheet.threshold is None else f": clipped above {sheet.threshold:g}")
         axes.plot(_positive(sheet.norms), QUANTILES, linewidth=1.8, label=label, **style.markers(len(QUANTILES)))
         if sheet.threshold is not None:
             axes.axvline(sheet.threshold, color=style.color, linestyle=style.line, linewidth=0.9)
@@ -237,19 +239,34 @@ def _legend_or(axes: Any, drawn: bool, why_not: str, loc: str) -> None:
 
 
 def _styles(cells: Sequence[str]) -> list[_Style]:
+    """One a checkpoint: of its cell, and for further checkpoints of that cell hollow, then with other markers."""
     unknown = sorted(set(cells) - set(_STYLES))
     known = _STYLES | {cell: _OTHER_STYLES[number % len(_OTHER_STYLES)] for number, cell in enumerate(unknown)}
-    return [_Style(*known[cell], cell in cells[:number]) for number, cell in enumerate(cells)]
+    styles = []
+    for number, cell in enumerate(cells):
+        color, line, marker = known[cell]
+        before = cells[:number].count(cell)
+        if before > 1:
+            marker = _MORE_MARKERS[before % len(_MORE_MARKERS)]
+        styles.append(_Style(color, line, marker, before % 2 == 1))
+    return styles
+
+
+def plain(text: str) -> str:
+    """A name as matplotlib is to show it: `$` begins no formula, and `_` hides no label."""
+    shown = text.replace("$", r"\$")
+    return f" {shown}" if shown.startswith("_") else shown
 
 
 def _legend(sheet: Sheet) -> str:
     if sheet.half_life is None:
-        return f"{sheet.label}: no gradient"
+        return f"{plain(sheet.label)}: no gradient"
     half_life = f"> {sheet.half_life:g}" if sheet.censored else f"{sheet.half_life:.3g}"
     # Before the reference lag every gradient is zero, by the cell's equation.
     reference = next((number for number, share in enumerate(sheet.zero_share) if share < 1), 0)
     zeros = max(sheet.zero_share[reference:], default=0.0)
-    return f"{sheet.label}: half-life {half_life} steps" + (f", up to {100 * zeros:.0f} % zeros" if zeros else "")
+    said = f"{plain(sheet.label)}: half-life {half_life} steps"
+    return said + (f", up to {100 * zeros:.0f} % of gradients exactly 0" if zeros else "")
 
 
 def new_figure(rows: int, columns: int, *, size: tuple[float, float]) -> tuple["Figure", list[Any]]:
@@ -274,7 +291,9 @@ def save(figure: "Figure", path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(temporary, format="png")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph")  # a box says it as well
+            figure.savefig(temporary, format="png")
         os.replace(temporary, path)
     except OSError as error:
         with suppress(OSError):

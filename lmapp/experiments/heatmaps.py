@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lmapp.experiments.draw import new_figure, save
+from lmapp.experiments.draw import new_figure, plain, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,7 +39,8 @@ def decay_history(steps: Sequence[int], lags: Sequence[float], R: Sequence[Seque
     edges = np.concatenate([[steps[0] - first], middles, [steps[-1] + last]])
     mesh = axes.pcolormesh(edges, np.arange(len(lags) + 1) - 0.5, levels, vmin=LOWEST, vmax=max(0.0, levels.max()))
     bar = figure.colorbar(mesh, ax=axes, label="relative gradient norm $R_k$")
-    ticks = [float(t) for t in np.arange(np.ceil(LOWEST), max(0.0, np.floor(levels.max())) + 1)]
+    decades = max(1, int(np.ceil((max(0.0, levels.max()) - LOWEST) / 8)))
+    ticks = [float(t) for t in np.arange(np.ceil(LOWEST), max(0.0, np.floor(levels.max())) + 1, decades)]
     bar.set_ticks(ticks, labels=[("≤ " if t == LOWEST else "") + f"$10^{{{t:.0f}}}$" if t else "1" for t in ticks])
     half = [next((k for k, r in zip(lags, row, strict=True) if r < 0.5), None) for row in R]
     axes.plot(
@@ -52,6 +53,8 @@ def decay_history(steps: Sequence[int], lags: Sequence[float], R: Sequence[Seque
         label="first lag below 1/2",
     )
     axes.legend(frameon=False, labelcolor="white", loc="upper right")
+    if len(steps) > 1:
+        axes.set_xlim(steps[0], steps[-1])
     axes.set_xlabel("step")
     axes.set_ylabel("lag k: steps back from the prediction")
     axes.set_title("How far back the gradient reached, as training went", loc="left")
@@ -112,7 +115,7 @@ def draw_influence(text: Sequence[str], values: Sequence[float], predicted: str,
     axes.set_xlim(0, columns)
     axes.set_ylim(lines, 0)
     axes.set_axis_off()
-    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_title(plain(title), loc="left", fontsize=10)
     mappable = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(-DECADES, 0), colours)
     bar = figure.colorbar(mappable, ax=axes, orientation="horizontal", fraction=0.08, aspect=60, pad=0.02)
     bar.set_ticks(range(-DECADES, 1), labels=[*(f"$10^{{{d}}}$" for d in range(-DECADES, 0)), "the largest"])
@@ -127,7 +130,8 @@ def glyph(character: str) -> tuple[str, float]:
     fonts = [font_manager.get_font(font_manager.findfont(family)) for family in FONTS]
     if any(all(font.get_char_index(ord(one)) for one in shown) for font in fonts):
         return shown, 8.5
-    return "\n".join(f"{ord(one):X}" for one in shown), 4.0
+    points = "".join(f"{ord(one):X}" for one in shown)
+    return "\n".join(points[place : place + 3] for place in range(0, len(points), 3)), 4.0
 
 
 DECADES = 3  # below a thousandth of the largest influence there is nothing to see

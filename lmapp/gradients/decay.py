@@ -307,19 +307,18 @@ class Quoted(NamedTuple):
     interval: Interval | None
 
 
-def _crossings(R: np.ndarray, level: float, reference_lag: int) -> tuple[np.ndarray, np.ndarray]:
+def _crossings(R: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarray]:
     """First fall of each curve to a level, log-linear between lags (to the lag itself where R falls to exactly 0).
 
     A component's curve may begin below the level and rise through it (c's part is 0 at lag 0); its fall afterwards
-    counts. A curve that never rises above the level is below it from the reference lag on.
+    counts. A curve that never rises above the level does not fall to it: that has no lag.
 
     Args:
         R: (S, K+1).
         level: more than 0.
-        reference_lag: k₀.
 
     Returns:
-        lags (S,), and where they are censored.
+        lags (S,), NaN where there is none, and where they are censored.
     """
     above = level < R
     lags, curves = np.arange(R.shape[1]), np.arange(len(R))
@@ -329,7 +328,7 @@ def _crossings(R: np.ndarray, level: float, reference_lag: int) -> tuple[np.ndar
         before, after = np.log(R[curves, lag - 1]), np.log(R[curves, lag])
         part = np.where(np.isneginf(after), 1.0, (before - math.log(level)) / (before - after))
     rises, censored = above.any(axis=1), above.any(axis=1) & ~fallen.any(axis=1)
-    return np.where(censored, lags[-1], np.where(rises, lag - 1 + part, reference_lag)), censored
+    return np.where(censored, lags[-1], np.where(rises, lag - 1 + part, np.nan)), censored
 
 
 def _rates(R: np.ndarray) -> np.ndarray:
@@ -395,13 +394,13 @@ class Curve:
     left_out: int
 
     @property
-    def half_life(self) -> Figure:
-        """Lag at which R first falls to 1/2."""
+    def half_life(self) -> Figure | None:
+        """Lag at which R first falls to 1/2; None if it is never above."""
         return self._crossing(HALF)
 
     @property
-    def horizon(self) -> Figure:
-        """Lag at which R first falls to 1/100."""
+    def horizon(self) -> Figure | None:
+        """Lag at which R first falls to 1/100; None if it is never above."""
         return self._crossing(HORIZON)
 
     @property
@@ -419,10 +418,8 @@ class Curve:
         """R at a lag; None if it was not measured that far."""
         return float(self.R[lag]) if lag < len(self.R) else None
 
-    def _crossing(self, level: float) -> Figure:
-        figure = _figure(*_crossings(self.R[None], level, self.reference_lag))
-        assert figure is not None
-        return figure
+    def _crossing(self, level: float) -> Figure | None:
+        return _figure(*_crossings(self.R[None], level))
 
 
 def lost_share(R: np.ndarray, most: int, fewest: int = 1) -> float | None:
@@ -510,7 +507,7 @@ class Decay:
     def figure(self, name: str, layer: Layer | None = None, component: str = JOINT) -> Figure | None:
         """One of `FIGURES`; None if it is not defined: a rate through one lag, R at a τ beyond K, all without pairs."""
         curve = self.curve(layer, component)
-        return _figure(*self._values(name, curve.R[None], curve.reference_lag)) if curve.pairs else None
+        return _figure(*self._values(name, curve.R[None])) if curve.pairs else None
 
     def interval(
         self, name: str, layer: Layer | None = None, component: str = JOINT, level: float = LEVEL
@@ -541,7 +538,7 @@ class Decay:
         places = drawn + pairs * np.arange(RESAMPLES)[:, None]
         weights = np.bincount(places.ravel(), minlength=RESAMPLES * pairs).reshape(RESAMPLES, pairs)[:, ratios.used]
         weights = weights[weights.any(axis=1)].astype(np.float64)  # as products of whole numbers are slow
-        values, censored = self._values(name, ratios.means(weights), ratios.reference_lag)
+        values, censored = self._values(name, ratios.means(weights))
         ordered = np.sort(np.where(censored, np.inf, values)[~np.isnan(values)])
         if not len(ordered):
             return None
@@ -560,13 +557,13 @@ class Decay:
             Quoted(name, figure, self.interval(name, layer, component)) for name, figure in found if figure is not None
         ]
 
-    def _values(self, name: str, R: np.ndarray, reference_lag: int) -> tuple[np.ndarray, np.ndarray]:
+    def _values(self, name: str, R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """A figure of each curve (S, K+1), NaN where it is not defined, and where it is censored: (S,) each."""
         match name:
             case "half_life":
-                return _crossings(R, HALF, reference_lag)
+                return _crossings(R, HALF)
             case "horizon":
-                return _crossings(R, HORIZON, reference_lag)
+                return _crossings(R, HORIZON)
             case "lag_99":
                 return _lags_99(R)
         values = np.full(len(R), np.nan)
@@ -673,8 +670,13 @@ def verdict(decay: Decay, truncation: Truncation) -> str:
             f"{half_life} This model carries no state, so there is nothing to truncate: what lies beyond its window "
             "has no gradient."
         )
+    if curve.pairs == 0 and not all(np.isfinite(norms).all() for norms in decay.norms.values()):
+        return (
+            f"The gradients overflow within {last} steps: they explode. There is nothing to say about the truncation "
+            "length. Measure fewer steps (--max-lag), and train with a lower --train.learning-rate."
+        )
     if curve.pairs == 0:
-        return "No gradient reaches any state, or none is finite: there is nothing to say about the truncation length."
+        return "No gradient reaches any state: there is nothing to say about the truncation length."
 
     def lost(length: int) -> str:
         fewest, most = replace(truncation, length=length).look_back

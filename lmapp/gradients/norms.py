@@ -214,8 +214,8 @@ def _sentence(ratio: float | None, share: float, suggested: float) -> str:
     if share >= NEARLY_ALWAYS:
         every = "Every gradient" if share == 1 else "Nearly every gradient"
         return (
-            f"{every} was clipped, to {times}: the threshold acts as a factor on the learning rate, which Adam divides "
-            f"out again. Try {way}."
+            f"{every} was clipped, to {times}: the threshold sets the length of the steps, as the learning rate does. "
+            f"Try {way}."
         )
     if ratio > HIGHEST:
         seldom = "was never reached" if share == 0 else "limits outliers only"

@@ -159,7 +159,10 @@ class LanguageModel(Trained):
             return Evaluation(text.name, answers, None)
         carried = evaluate(self.model, text.ids, starts, sizes, batch_size=rows, starts=text.starts)
         cold = evaluate_cold(self.model, text.ids, starts, sizes, starts=text.starts)
-        return Evaluation(text.name, carried, cold, self.overlap(text, paths, corpus))
+        warning = self.overlap(text, paths, corpus)
+        if self.task is not None:
+            warning = "the model was trained on a task's answers: of this text every character is scored."
+        return Evaluation(text.name, carried, cold, warning)
 
     def infill(self, text: str, mask: str = "_") -> NoReturn:
         """What an infill model does.

@@ -93,7 +93,7 @@ def needed(
     step = round(character * rows * work(truncation, steps, longest))
     # A logged step, when all that is freed again, copies the weights to compare them with the updated ones.
     copies = 8 * sum(p.numel() for p in model.parameters())
-    return Need(weights(model, train), step, 0 if probe is None else _probed(model, probe), copies)
+    return Need(weights(model, train), step, 0 if probe is None else probed(model, probe), copies)
 
 
 def weights(model: torch.nn.Module, train: TrainConfig) -> int:
@@ -143,7 +143,7 @@ def _kept(model: Network, truncation: Truncation, rows: int, steps: int, resets:
     return total
 
 
-def _probed(model: Network, shape: ProbeShape) -> int:
+def probed(model: Network, shape: ProbeShape) -> int:
     """Bytes that measuring gradient decay makes, extrapolated from two short measurements.
 
     They have so many pairs of a step and an end point that what grows with these is more than the copies of a recurrent

@@ -50,7 +50,7 @@ def panels(sheets, path, title="Gradients"):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "save", keep)
         draw_gradients(sheets, path, title=title)
-    assert figures[0].get_suptitle() == title
+    assert figures[0].get_suptitle() == title.replace("$", "\\$")
     return figures[0].axes
 
 
@@ -78,7 +78,7 @@ def test_what_is_drawn(tmp_path):
         tmp_path / "a.png",
     )
     assert axes.get_yscale() == "log"
-    assert labels(axes) == ["GRU: half-life 6.6 steps", "LSTM: half-life > 40 steps, up to 25 % zeros"]
+    assert labels(axes) == ["GRU: half-life 6.6 steps", "LSTM: half-life > 40 steps, up to 25 % of gradients exactly 0"]
     texts = " ".join(text.get_text() for text in axes.texts)
     assert "1/2" in texts
     assert "1/100" in texts
@@ -109,7 +109,7 @@ def test_lags_before_the_reference_are_no_zeros_to_speak_of(tmp_path):
     cut = few("cut", "vanilla", [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0], 0.5)
     assert labels(drawn([late, cut], tmp_path / "a.png")) == [
         "late: half-life 2 steps",
-        "cut: half-life 0.5 steps, up to 100 % zeros",
+        "cut: half-life 0.5 steps, up to 100 % of gradients exactly 0",
     ]
 
 
@@ -165,3 +165,17 @@ def test_reading_runs_needs_neither_torch_nor_matplotlib():
         "sys.exit(any(name in sys.modules for name in ('torch', 'matplotlib', 'rich')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_names_are_shown_as_they_are(tmp_path):
+    """A dollar begins no formula, and an underscore at the beginning hides no name."""
+    sheets = [sheet("_a"), sheet("$x$", "lstm"), sheet("$\\frac$", "vanilla")]
+    first, *_ = panels(sheets, tmp_path / "a.png", title="of $5")
+    assert [label.partition(":")[0] for label in labels(first)] == [" _a", "\\$x\\$", "\\$\\frac\\$"]
+
+
+def test_many_checkpoints_of_one_cell_are_told_apart(tmp_path):
+    axes = drawn([sheet(str(number), "gru") for number in range(6)], tmp_path / "a.png")
+    lines = [line for line in axes.lines if len(line.get_xdata()) == 41]
+    assert len({(line.get_marker(), line.get_markerfacecolor()) for line in lines}) == 6
+    assert len({line.get_color() for line in lines}) == 1

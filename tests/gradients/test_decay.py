@@ -562,7 +562,7 @@ def test_components_are_relative_to_the_joint_norm_and_cross_after_their_rise():
     np.testing.assert_allclose(decay.curve("all", "h").R, [1, 0.3, 0, 0], rtol=1e-12)
     assert decay.curve("all", "h").horizon == (2, False)
     small = decay_of(np.hypot(h, c / 10), h=h[:, None], c=c[:, None] / 10).curve("all", "c")
-    assert small.half_life == (0, False)
+    assert small.half_life is None, "it is never above the level it would fall to"
 
 
 def test_a_small_component_that_has_not_fallen_is_censored_too():
@@ -616,8 +616,11 @@ def test_scalars_carry_the_logged_names():
         assert {f"decay/inputs/{name}", f"decay/inputs/{name}_censored"} <= set(scalars)
     for layer in (0, 1):
         for component in ("joint", "h", "c"):
-            assert f"decay/layer{layer}/{component}/half_life" in scalars
-            assert f"decay/layer{layer}/{component}/half_life_censored" in scalars
+            # c may be below half of the joint norm everywhere.
+            there = decay.figure("half_life", layer, component) is not None
+            assert there or component == "c"
+            assert (f"decay/layer{layer}/{component}/half_life" in scalars) is there
+            assert (f"decay/layer{layer}/{component}/half_life_censored" in scalars) is there
     curve = decay.curve()
     assert scalars["decay/at_truncation"] == curve.R[6]
     assert scalars["decay/lost_share"] == lost_share(curve.R, 6)
@@ -766,4 +769,4 @@ def test_gradients_that_overflow_are_no_decay():
     assert found.scalars() == {}
     assert found.summary() == []
     assert found.figure("half_life") is None
-    assert "none is finite" in verdict(found, Truncation(14, "block", 14))
+    assert "overflow within 12 steps" in verdict(found, Truncation(14, "block", 14))
