@@ -79,17 +79,6 @@ class NormHistogram:
         self.total += norm
         self.smallest, self.largest = min(self.smallest, norm), max(self.largest, norm)
 
-    def merged(self, other: NormHistogram) -> NormHistogram:
-        """The histogram of both's norms."""
-        return NormHistogram(
-            bins={i: self.bins.get(i, 0) + other.bins.get(i, 0) for i in {**self.bins, **other.bins}},
-            zeros=self.zeros + other.zeros,
-            nonfinite=self.nonfinite + other.nonfinite,
-            total=self.total + other.total,
-            smallest=min(self.smallest, other.smallest),
-            largest=max(self.largest, other.largest),
-        )
-
     def quantile(self, q: float) -> float:
         """The norm that a share q of all finite ones is not above, as `numpy.quantile` has it by default.
 

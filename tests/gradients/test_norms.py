@@ -56,16 +56,6 @@ def test_what_is_counted_is_exact(values):
         assert found.mean == pytest.approx(math.fsum(raw) / len(raw), rel=1e-13)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.lists(norms, max_size=40), st.lists(norms, max_size=40))
-def test_merged_is_that_of_both_and_neither_changes(one, other):
-    a, b = histogram(one), histogram(other)
-    both, whole = asdict(a.merged(b)), asdict(histogram([*one, *other]))
-    assert both.pop("total") == pytest.approx(whole.pop("total"), rel=1e-13)
-    assert both == whole
-    assert (a, b) == (histogram(one), histogram(other))
-
-
 def test_a_bin_is_one_percent_wide():
     for value in (1e-30, 0.37, 1.0, 7e5):
         within = histogram([value])
