@@ -468,8 +468,11 @@ class _Ratios(NamedTuple):
 
     def means(self, weights: np.ndarray) -> np.ndarray:
         """R (S, K+1), the geometric means in which pair p counts weights (S, p) times; 0 where all ratios are."""
-        counts = weights @ self.non_zero.T
-        return np.where(counts > 0, np.exp(weights @ self.logs.T / np.maximum(counts, 1)), 0.0)
+        # By torch: numpy's products have threads of their own, which go on waiting while torch's are at work.
+        times = torch.from_numpy(weights)
+        counts = (times @ torch.from_numpy(self.non_zero.T)).numpy()
+        sums = (times @ torch.from_numpy(self.logs.T)).numpy()
+        return np.where(counts > 0, np.exp(sums / np.maximum(counts, 1)), 0.0)
 
 
 @dataclass(frozen=True)
