@@ -427,38 +427,34 @@ class _Assembly:
     def _callbacks(
         self, data: TextDataModule, model: Network, records: Records, probe: DecayProbe | None
     ) -> list[lightning.Callback]:
-        """In the order of a step's end: events, figures, validation, decay, spectrum, sample, display, saving.
+        """In the order of a step's end: validation, events, figures, decay, spectrum, sample, display, saving.
 
-        Only validation and saving are the work of all processes.
+        Validation is first because it may end the run, at which the others' figures are due. Only it and saving are the
+        work of all processes.
         """
         config, corpus = self.config, data.corpus
         assert corpus is not None and self.directory is not None
         train = config.train
-        callbacks: list[lightning.Callback] = [
-            ClipEvents(records, data.vocabulary),
-            TrainingFigures(config.logging.every_steps),
-            UpdateFigures(config.logging.every_steps),
-        ]
+        callbacks: list[lightning.Callback] = []
         validates = len(corpus.validation) > 1
         vocabulary, every = data.vocabulary, train.val_every_steps
         masking: dict[str, Any] = {}
         if config.model.kind == "infill":
             window = data.train_dataloader().sequence_length
             masking = {"mask_fraction": config.model.mask_fraction, "window": window}
+        split = corpus.validation, vocabulary, config.data.batch_size, every
         if (task := task_of(config.data)) is not None:
-            # First: it may end the run, at which the figures of the last steps are due.
-            validation, rows = corpus.validation, config.data.batch_size
-            callbacks.insert(
-                0, TaskValidation(validation, vocabulary, rows, every, scored=task.scored, ranks=self.ranks)
-            )
+            callbacks.append(TaskValidation(*split, scored=task.scored, ranks=self.ranks))
+        elif validates and masking:
+            callbacks.append(InfillValidation(*split, **masking, ranks=self.ranks))
         elif validates:
-            rows = config.data.batch_size
             starts = corpus.starts["validation"] if config.data.reset_state else None
-            callbacks.append(
-                InfillValidation(corpus.validation, vocabulary, rows, every, **masking, ranks=self.ranks)
-                if masking
-                else Validation(corpus.validation, vocabulary, rows, every, starts=starts, ranks=self.ranks)
-            )
+            callbacks.append(Validation(*split, starts=starts, ranks=self.ranks))
+        callbacks += [
+            ClipEvents(records, data.vocabulary),
+            TrainingFigures(config.logging.every_steps),
+            UpdateFigures(config.logging.every_steps),
+        ]
         if probe is not None:
             callbacks.append(probe)
             every_spectrum = config.gradients.spectrum_every_steps

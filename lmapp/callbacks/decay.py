@@ -41,7 +41,7 @@ class DecayProbe(lightning.Callback):
     Args:
         windows: (N, W + K + m + 1) ids from `lmapp.training.probe.place`.
         shape: their shape.
-        every_steps: 0 for never.
+        every_steps: at least 1.
         records: where decay.jsonl is.
         budget: share of the training's time that measuring may take; None for any.
         say: told the interval that the budget comes to.
@@ -64,6 +64,7 @@ class DecayProbe(lightning.Callback):
         self.say = say
         self.latest: Decay | None = None
         self.latest_step = 0
+        self._curves: list[dict[str, Any]] | None = None
         self._step_seconds: deque[float] = deque(maxlen=plan.TIMED_STEPS)
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -105,12 +106,16 @@ class DecayProbe(lightning.Callback):
     def _measure(self, module: LanguageModule) -> None:
         self.latest = measure(module.model, self.windows.to(module.device), self.shape)
         self.latest_step = module.progress.step
-        for record in self.latest.records(module.progress.step):
+        found = self.latest.records(module.progress.step)
+        for record in found:
             self.records.append_json(DECAY, record)
         module.figures.update(self.latest.scalars())
-        # The chart overlays every measured step, so it is made from the file that holds them all.
         quoted = (self.latest.quoted, JOINT)
-        lines = read_lines(self.records.directory / DECAY)
-        module.figures[DECAY_CURVES] = [r for r in lines if (r["layer"], r["component"]) == quoted]
+        if self._curves is None:  # a resumed run's file holds those before
+            lines = read_lines(self.records.directory / DECAY)
+            self._curves = [r for r in lines if (r["layer"], r["component"]) == quoted]
+        else:
+            self._curves += [r for r in found if (r["layer"], r["component"]) == quoted]
+        module.figures[DECAY_CURVES] = self._curves
         if module.progress.finished:
-            module.figures[DECAY_HISTORY] = module.figures[DECAY_CURVES]
+            module.figures[DECAY_HISTORY] = self._curves
