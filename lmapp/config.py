@@ -229,7 +229,7 @@ class TrainConfig:
     clip_value: Positive | None = None
     """Largest absolute entry of the gradient, instead of clip_norm."""
     omega: NonNegative = 0.0
-    """Weight of Pascanu's Ω, which keeps the gradient of vanilla cells at its length from step to step; 0 for none."""
+    """Weight of Pascanu's Ω, which draws the gradient of vanilla cells to one length at all steps; 0 for none."""
     bptt: Literal["block", "full", "sliding", "randomised"] = "block"
     """Where the gradient through time is cut: every truncation_length steps; nowhere, a window being a row's whole
     text; so many steps before each loss; at random."""

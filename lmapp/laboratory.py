@@ -399,7 +399,7 @@ def draw(measured: Sequence[Measurement], path: Path) -> None:
                 eigenvalues=None if isinstance(spectrum, str) else spectrum.eigenvalues,
                 radius=None if isinstance(spectrum, str) else spectrum.radius,
                 weight_share=m.weights[-1].cumulative_size.tolist() if half_weights is not None else None,
-                half_weights=str(half_weights),
+                half_weights=f"{half_weights}" + (" (top layer)" if len(m.weights) > 1 else ""),
                 norms=[m.norms.quantile(q) for q in QUANTILES] if m.norms.count else None,
                 threshold=m.threshold,
             )
