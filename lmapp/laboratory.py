@@ -143,12 +143,13 @@ class Measurement:
         """The report: what each line is about, and what it says."""
         curve = self.decay.curve()
         shown = [k for k in SHOWN_LAGS if k <= curve.lags[-1]]
+        del shown[1 : max(1, len(shown) - 7)]  # eight columns of eight characters fit beside the names in 80
         rows = [("note", self.note)] if self.note else []
-        rows.append(("lag", "".join(f"{k:>9}" for k in shown)))
+        rows.append(("lag", "".join(f"{k:>8}" for k in shown)))
         for layer, title in ((ALL, "R states"), (INPUTS, "R inputs")):
             if (layer, JOINT) in self.decay.norms and self.decay.curve(layer).pairs:
                 R = self.decay.curve(layer).R
-                rows.append((title, "".join(f"{R[k]:>9.2g}" for k in shown)))
+                rows.append((title, "".join(f"{R[k]:>8.2g}" for k in shown)))
         rows += self._figures()
         rows += [(f"layer {layer}", f"half-life {self._components(layer)}") for layer in self._layers()]
         rows += self._spectral()

@@ -824,6 +824,10 @@ def test_gradients(lmapp_: Command, tiny_run: Path) -> None:
         *("norms", "threshold", "verdict"),
     } <= named
     assert Path("gradients.png").read_bytes().startswith(b"\x89PNG")
+    far = lmapp_("gradients", tiny_run, "--max-lag", 200, "--windows", 1).out.splitlines()
+    lags, R = (next(line for line in far if line.startswith(name)) for name in ("lag", "R states"))
+    assert lags.split()[1:] == ["0", "2", "5", "10", "20", "50", "100", "200"]
+    assert len(lags) == len(R) <= 80
     result = lmapp_("gradients", tiny_run, tiny_run, "--json", "--png", "sub/two.png", "--max-lag", 4, "--windows", 2)
     assert (result.code, result.err) == (0, "")
     first, second = result.document["checkpoints"]
