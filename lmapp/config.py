@@ -281,8 +281,14 @@ class LoggingConfig:
     """W&B project."""
     group: Text | None = None
     """W&B group, for runs that are to be compared."""
+    job_type: Text | None = None
+    """W&B job type, and what `lmapp compare` calls runs that are alike but for their seed. By default the network."""
     tags: list[Text] = field(default_factory=list)
     """W&B tags."""
+    notes: Text | None = None
+    """W&B notes."""
+    artifact: Literal["none", "best"] = "none"
+    """best: give W&B the best checkpoint, as an artifact, when the run ends."""
     every_steps: Count = 20
     """Write training figures so often."""
 

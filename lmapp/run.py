@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -56,6 +57,9 @@ from lmapp.training.saving import EndOfStep, SafeCheckpointIO, keep_as_best
 from lmapp.training.truncation import check_resets, kernels, resolve
 from lmapp.training.validation import InfillValidation, TaskValidation, Validation
 from lmapp.units import count
+
+_DIGESTED = 1_000_000
+"""Characters of the validation text that it is told by, beside its length; a symbol is at least a quarter of one."""
 
 COMPLETE = "complete"
 """Of `wandb` in summary.json: W&B's run was closed with everything in it."""
@@ -245,6 +249,7 @@ class _Assembly:
         assert corpus is not None
         ranks, self.directory = self.ranks, directory
         shape = batches.batch_size // ranks.world, batches.sequence_length, batches.longest
+        self.validated_on = _digest(data) if len(corpus.validation) > 1 else None
         self.extras: dict[str, Any] = {
             "version": checkpoint.VERSION,
             "config": config.as_dict(),
@@ -551,6 +556,7 @@ class _Assembly:
             "unigram_bits": facts["unigram_bits"],
             "bigram_bits": facts["bigram_bits"],
             "corpus": self.extras["corpus"]["name"],
+            "validated_on": self.validated_on,
             **self.extras["plan"],
         }
 
@@ -584,6 +590,14 @@ class _Assembly:
         kind = self.config.model.kind
         describe.ways_on(self.console, kind, _name(directory, self.config), imports, validated=validated)
         return Run(directory, summary)
+
+
+def _digest(data: TextDataModule) -> str:
+    """What the validation text is told by, whatever the alphabet: runs with the same one can be ranked together."""
+    assert data.corpus is not None
+    beginning = data.vocabulary.decode(data.corpus.validation[: 4 * _DIGESTED])[:_DIGESTED]
+    length = data.corpus.facts["validation_characters"]
+    return hashlib.sha256(f"{length}:{beginning}".encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def _name(directory: Path, config: Config) -> str:
