@@ -61,6 +61,11 @@ class TextDataModule(lightning.LightningDataModule):
             return "stdin" if config.path[0] == "-" else sources.stem(config.path[0]) or "text"
         return config.corpus if config.hub is None else config.hub.partition("@")[0].rpartition("/")[2]
 
+    @property
+    def separator(self) -> str | None:
+        """What stands between two records: of a task, whose records have a line end of their own, nothing."""
+        return self.config.separator if self.config.task is None else ""
+
     def texts(self) -> dict[str, list[Source]]:
         """What is to be read: the text, and separate validation and test data, if there are any.
 
@@ -146,7 +151,7 @@ class TextDataModule(lightning.LightningDataModule):
             text,
             cache_dir=Path(config.cache_dir),
             policy=policy_of(config),
-            separator=config.separator if task is None else "",
+            separator=self.separator,
             column=config.column,
             validation=texts["validation"],
             test=texts["test"],

@@ -359,7 +359,7 @@ def inspect(
         if progress is not None:
             progress(done, None if total is None else 2 * total)
 
-    found, reading = _statistics(config, texts, tell_read)
+    found, reading = _statistics(config, module.separator, texts, tell_read)
     module.progress = lambda done, all_: tell("encoding", done / all_ if all_ else 0.0)
     module.say = lambda _: None  # what becomes of the batches is told by their shape
     problem = disk = None
@@ -393,13 +393,16 @@ def inspect(
 
 
 def _statistics(
-    config: DataConfig, texts: Mapping[str, Sequence[Source]], tell: Callable[[int], None]
+    config: DataConfig,
+    separator: str | None,
+    texts: Mapping[str, Sequence[Source]],
+    tell: Callable[[int], None],
 ) -> tuple[Statistics, Reading]:
     policy, reading = policy_of(config), Reading()
     found = Statistics(as_bytes=policy.as_bytes)
     known = fed = 0
     for group in texts.values():
-        pieces = sources.stream(group, policy=policy, separator=config.separator, column=config.column, reading=reading)
+        pieces = sources.stream(group, policy=policy, separator=separator, column=config.column, reading=reading)
         for piece in pieces:
             begin = fed
             for name, start in reading.starts[known:]:

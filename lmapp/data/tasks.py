@@ -140,10 +140,11 @@ class TaskText(Source):
         task: Whose.
         count: M.
         seed: Of what is drawn.
+        split: What it is for.
     """
 
-    def __init__(self, task: Task, count: int, seed: int) -> None:
-        self.name = f"the task {task.kind}"
+    def __init__(self, task: Task, count: int, seed: int, split: str) -> None:
+        self.name = f"the task {task.kind}, {split}"
         self.task = task
         self.count = count
         self.seed = seed
@@ -186,8 +187,8 @@ def sources_of(config: DataConfig) -> dict[str, list[Source]]:
     assert task is not None
     validation = min(1000, max(100, count // 10))
     return {
-        "text": [TaskText(task, count, SEEDS["text"])],
-        "validation": [TaskText(task, validation, SEEDS["validation"])],
+        "text": [TaskText(task, count, SEEDS["text"], "training")],
+        "validation": [TaskText(task, validation, SEEDS["validation"], "validation")],
         "test": [],
     }
 

@@ -142,6 +142,18 @@ def test_files_and_records(real_text: str) -> None:
     assert "1 tab, at d/rows.jsonl, line 3 of its text." in lines
 
 
+def test_a_task_is_described_as_it_is_read_in_training() -> None:
+    config = build({"data": {"task": "copy", "task_delay": 20, "task_records": 500, "cache_dir": "cache"}}).data
+    found = inspect(config)
+    record = 1 + 1 + 20 + 3
+    training, validation = found.files
+    assert training == ("the task copy, training", 500 * record, 500 * record)
+    assert validation == ("the task copy, validation", 100 * record, 100 * record)
+    assert found.facts is not None
+    assert found.statistics.characters == found.facts["characters"] == 600 * record
+    assert found.statistics.blank_lines <= 1
+
+
 def test_undecodable_bytes_as_they_are_asked_to_be() -> None:
     raw = prose(3000).encode() + b"caf\xe9\nna\xefve"
     replaced, skipped = inspected(raw, errors="replace"), inspected(raw, errors="skip")
