@@ -155,6 +155,8 @@ class Measurement:
         rows += self._spectral()
         for gates in self.gates:
             rows += self._gates(gates)
+        if not self.weights and self.spectrum != NO_STATE:
+            rows.append(("weights", "no cell here has recurrent weights of its own whose gradient has lags"))
         for weights in self.weights:
             if (half := weights.lag_holding(0.5)) is not None:
                 most, nearly = weights.lag_holding(0.9), weights.lag_holding(0.99)

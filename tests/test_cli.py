@@ -1140,6 +1140,13 @@ def test_gradients_of_a_window_model(lmapp_: Command, window_run: tuple[Path, st
     assert Path("gradients.png").is_file()
 
 
+def test_gradients_of_cells_without_recurrent_weights(lmapp_: Command, train: Callable[..., Result]) -> None:
+    assert train("--model.cell", "mingru", "--name", "minimal").code == 0
+    result = lmapp_("gradients", "minimal", "--max-lag", 4, "--windows", 1)
+    assert (result.code, result.err) == (0, "")
+    assert re.search("^weights +no cell here has recurrent weights of its own", result.out, re.MULTILINE)
+
+
 def test_each_kind_of_model_does_its_own(
     lmapp_: Command, infill_run: tuple[Path, str], window_run: tuple[Path, str], tiny_run: Path
 ) -> None:
