@@ -47,7 +47,7 @@ test-all: $(STAMP)  ## Run the slow tests too, `make train` itself among them.
 bench: $(STAMP)  ## Measure speed and memory, beside torch.nn (ten minutes); the last line is JSON.
 	@$(BIN)/python tests/benchmarks/run.py $(ARGS)
 
-demo-memory: $(STAMP)  ## What can be learnt over 10 to 300 steps, beside the gradient's decay (over an hour; goes on).
+demo-memory: $(STAMP)  ## What can be learnt over 10 to 300 steps, beside the gradient's decay (about an hour; goes on).
 	@$(BIN)/python -m lmapp.demonstration $(ARGS)
 
 check: $(STAMP)  ## Check format, lint and types.
